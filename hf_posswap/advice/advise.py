@@ -10,8 +10,9 @@ from hf_posswap.advice.candidates import CANDIDATES
 from hf_posswap.advice.case import Case, read_case
 from hf_posswap.advice.commands import OTHER, compare_command, line
 from hf_posswap.advice.figures import Figure, figures_of
+from hf_posswap.advice.literature import MOST_TIMES, Literature, further_literature
 from hf_posswap.advice.serving import serving_of
-from hf_posswap.advice.weighing import Option, best_of_others, weigh
+from hf_posswap.advice.weighing import Option, best_of_others, extrapolated_times, weigh
 from hf_posswap.utils.printable import in_lines
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _STANDS = {
     "worse": "worse than a sliding window",
     "mixed": "better than a sliding window on one model and worse, or level, on another",
     "not measured": "not measured against a sliding window",
+    "literature": "published for models of this size",
 }
 _ENOUGH = "it reads this length as it is"
 
@@ -45,6 +47,9 @@ class Advice:
         use: the recommended option.
         others: the other options, best first.
         unknown: what was not measured for any option.
+        caution: that the measurements are on much smaller models, or "".
+        baseline: what the recommended swap must beat, or "".
+        further: published results about methods that are no option here.
     """
 
     model: str
@@ -56,26 +61,33 @@ class Advice:
     use: Option
     others: tuple[Option, ...]
     unknown: tuple[str, ...]
+    caution: str = ""
+    baseline: str = ""
+    further: tuple[Literature, ...] = ()
 
     def __str__(self) -> str:
         lines = [
             f"{self.model}: {self.length:,} tokens, {self.windows:.3g} of its windows",
+            *([f"caution: {self.caution}"] if self.caution else []),
             "",
             f"use: {self.use.title}",
-            *(f"  because {reason} [{reason.source}]" for reason in self.use.reasons),
+            *([f"  baseline to beat: {self.baseline}"] if self.baseline else []),
+            *(f"  because {reason} [{reason.source}]" for reason in self.use.grounds),
             *(f"  served by {self.use.serving}" for _ in [0] if self.use.serving),
             *(f"  not known: {note}" for note in (*self.use.unknown, *self.unknown)),
             *(f"  $ {command}" for command in self.use.commands),
         ]
         for option in self.others:
-            lines += ["", f"not {option.title}: {'; '.join(why_not(option))}"]
+            lines += ["", f"{'or' if option.advised else 'not'} {option.title}: {'; '.join(why_not(option))}"]
+        lines += [line for row in self.further for line in ("", f"see also {row} [{row.source}]")]
         return in_lines(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as JSON data."""
-        plain = {name: value for name, value in self.__dict__.items() if name not in ("use", "others", "unknown")}
-        others = [option.to_dict() for option in self.others]
-        return plain | {"use": self.use.to_dict(), "others": others, "unknown": list(self.unknown)}
+        nested = ("use", "others", "unknown", "further")
+        plain = {name: value for name, value in self.__dict__.items() if name not in nested}
+        others, further = [option.to_dict() for option in self.others], [row.to_dict() for row in self.further]
+        return plain | {"use": self.use.to_dict(), "others": others, "unknown": list(self.unknown), "further": further}
 
 
 def advise(
@@ -85,12 +97,13 @@ def advise(
     budget: float | None = None,
     serve: str | None = None,
 ) -> Advice:
-    """Recommend what to use so that `model` reads `length` tokens, based on this project's measurements.
+    """Recommend what to use so that `model` reads `length` tokens, based on measurements and published results.
 
     A swap is recommended if it was measured to predict better than the unswapped model with a sliding window, with as
     much training relative to its size as `budget` allows, and if the serving program supports it. Otherwise the sliding
-    window is recommended. Each figure names its file. Only the config is read, no weights, and only code of
-    transformers is run.
+    window is recommended. For a model more than 10 times larger than the measured ones, published results on models of
+    its size decide, if there are any; they are marked as literature. Each figure names its file, each published result
+    its paper. Only the config is read, no weights, and only code of transformers is run.
 
     Args:
         model: a model, its config, a class of transformers (or its name), a folder with a config.json, or a Hub id.
@@ -126,13 +139,30 @@ def advise(
         use=use,
         others=tuple(option for option in options if option is not use),
         unknown=(_MEASURED_ALONE,) if options else (),
+        caution=_caution(case, options),
+        baseline=_baseline(case) if use.scheme is not None else "",
+        further=further_literature(case.parameters) if case.kind == "rope" and options else (),
     )
 
 
+def _caution(case: Case, options: list[Option]) -> str:
+    times = extrapolated_times(case) if options else 0.0
+    if times <= MOST_TIMES:
+        return ""
+    measured = f"{case.parameters / times / 1e6:,.1f} M parameters; this one has {times:,.0f} times as many"
+    if any(option.standing == "literature" for option in options):
+        return f"own measurements are on models of up to {measured}, so published results come first"
+    return f"extrapolated: all measurements are on models of up to {measured}. Compare on your model before you decide"
+
+
+def _baseline(case: Case) -> str:
+    return f"a sliding window of {case.window:,} tokens over the unswapped model, which posswap compare measures too"
+
+
 def why_not(option: Option) -> tuple[str, ...]:
-    """Return why an option is not recommended: its standing, the reasons against it, and its first figure."""
+    """Return where an alternative stands: its standing, the reasons against it, and its first ground."""
     standing = _STANDS.get(option.standing)
-    first = next((f"{reason} [{reason.source}]" for reason in option.reasons), None)
+    first = next((f"{reason} [{reason.source}]" for reason in option.grounds), None)
     return tuple(reason for reason in (standing, *option.against, first) if reason)
 
 

@@ -49,6 +49,34 @@ def _length(case: Case) -> tuple[str, ...]:
     return (f"swap.max_length={case.length}",)
 
 
+_BASE = 500_000
+"""The base of the recipes `abf` and `rope-to-abf`."""
+
+
+def _larger_base(case: Case) -> int:
+    """Return the base to swap to: that of the recipe, or by NTK-aware scaling for a model whose base is not smaller.
+
+    NTK-aware scaling multiplies the base by factor^(d / (d - 2)): https://arxiv.org/abs/2309.00071, section 3.1.
+    """
+    config = case.model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    layers = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    base = max((float(layer["rope_theta"]) for layer in layers if layer.get("rope_theta")), default=0.0)
+    if base < _BASE:
+        return _BASE
+    dims = case.report.geometry.head_dim
+    return int(float(f"{base * case.windows ** (dims / max(dims - 2, 1)):.1e}"))
+
+
+def _with_larger_base(case: Case) -> str:
+    return f"rope:base={_larger_base(case)}"
+
+
+def _base_and_length(case: Case) -> tuple[str, ...]:
+    base = _larger_base(case)
+    return (*((f"swap.scheme.base={base}",) if base != _BASE else ()), *_length(case))
+
+
 _ROPE = (
     *(
         Candidate(name, f"{name} without training", _scaled(name))
@@ -66,15 +94,13 @@ _ROPE = (
     ),
     Candidate(
         "rope-to-abf",
-        "RoPE with a base of 500000, trained with the base's sliding window as teacher of every layer",
-        _named("rope:base=500000"),
+        "RoPE with a larger base, trained with the model's sliding window as teacher of every layer",
+        _with_larger_base,
         "rope-to-abf",
-        _length,
+        _base_and_length,
         windows=8,
     ),
-    Candidate(
-        "abf", "RoPE with a base of 500000, trained at the new length", _named("rope:base=500000"), "abf", _length
-    ),
+    Candidate("abf", "RoPE with a larger base, trained at the new length", _with_larger_base, "abf", _base_and_length),
     Candidate("linear", "linear interpolation, trained at the new length", _scaled("linear"), "linear", _factor),
     Candidate(
         "pose", "linear interpolation, trained on short windows (PoSE)", _scaled("linear"), "pose", _factor, windows=1

@@ -9,11 +9,12 @@ from hf_posswap.advice.candidates import CANDIDATES, Candidate
 from hf_posswap.advice.case import Case
 from hf_posswap.advice.commands import trained_commands, untrained_commands
 from hf_posswap.advice.figures import Figure, figures_of
+from hf_posswap.advice.literature import MOST_TIMES, Literature, literature_of
 from hf_posswap.advice.serving import Serving, serving_of
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.plan.plan_swap import plan_swap
 
-Standing = Literal["better", "level", "worse", "mixed", "not measured", "refused"]
+Standing = Literal["literature", "better", "level", "worse", "mixed", "not measured", "refused"]
 MARGIN = 0.02
 """Nats per token: without an interval, smaller differences count as none."""
 _BASES: dict[str, str] = {"learned": "learned", "rope": "rope", "encoder": "encoder"}
@@ -29,8 +30,10 @@ class Option:
         scheme: the scheme as typed in commands; None: no swap.
         recipe: the training recipe; None: no training.
         standing: compared with the sliding window of the base or its control: "better", "level", "worse", "mixed" over
-            several bases, "not measured"; "refused": the model does not support it.
+            several bases, "not measured"; "literature": published for models of this size, for which nothing was
+            measured here; "refused": the model does not support it.
         reasons: the decisive figures, each with its file.
+        literature: published results on models of this size.
         against: reasons not to recommend it here.
         unknown: what was not measured.
         route: "native" or "plugin"; "" without a swap.
@@ -50,29 +53,67 @@ class Option:
     serving: Serving | None = None
     commands: tuple[str, ...] = ()
     bound: float = field(default=float("inf"), repr=False)
+    literature: tuple[Literature, ...] = ()
 
     @property
     def advised(self) -> bool:
-        """Whether it is better than the sliding window and nothing is against it."""
-        return self.standing == "better" and not self.against
+        """Whether it is better than the sliding window, or published for this size, and nothing is against it."""
+        return self.standing in ("better", "literature") and not self.against
+
+    @property
+    def grounds(self) -> tuple[Literature | Figure, ...]:
+        """The published results, then the figures."""
+        return (*self.literature, *self.reasons)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the option as JSON data."""
         plain = {name: value for name, value in self.__dict__.items() if name != "bound"}
         reasons = [figure.to_dict() | {"said": str(figure)} for figure in self.reasons]
+        literature = [row.to_dict() | {"said": str(row)} for row in self.literature]
         serving = None if self.serving is None else dict(self.serving.__dict__)
         lists = {name: list(getattr(self, name)) for name in ("against", "unknown", "commands")}
-        return plain | lists | {"reasons": reasons, "serving": serving}
+        return plain | lists | {"reasons": reasons, "literature": literature, "serving": serving}
 
 
 def weigh(case: Case) -> list[Option]:
-    """Return all options with a swap, best first: recommended ones by their bound, then the others."""
-    options = [_option(case, candidate) for candidate in CANDIDATES[case.kind]]
-    order = ["better", "mixed", "level", "not measured", "worse", "refused"]
-    return sorted(options, key=lambda option: (not option.advised, order.index(option.standing), option.bound))
+    """Return all options with a swap, best first: recommended ones by their bound, then the others.
+
+    If all measurements are on models more than 10 times smaller and there are published results for this size, those
+    decide: then trained options come first if there is a budget, native ones before others.
+    """
+    candidates = CANDIDATES[case.kind]
+    by_literature = extrapolated_times(case) > MOST_TIMES and any(_published(case, each) for each in candidates)
+    options = [_option(case, candidate, by_literature=by_literature) for candidate in candidates]
+    order = ["literature", "better", "mixed", "level", "not measured", "worse", "refused"]
+    return sorted(options, key=lambda option: (*_precedence(case, option), order.index(option.standing), option.bound))
 
 
-def _option(case: Case, candidate: Candidate) -> Option:
+def extrapolated_times(case: Case) -> float:
+    """Return how many times larger the model is than the largest one of its kind that was measured; 0: none was."""
+    figures = [
+        figure
+        for candidate in CANDIDATES[case.kind]
+        for figure in figures_of(candidate.subject, kind=_BASES[case.kind], trained=candidate.recipe is not None)
+    ]
+    largest = max((figure.base.parameters for figure in figures), default=0)
+    return case.parameters / largest if largest else 0.0
+
+
+def _published(case: Case, candidate: Candidate) -> tuple[Literature, ...]:
+    return literature_of(candidate.subject, case.parameters, is_trained=candidate.recipe is not None)
+
+
+def _precedence(case: Case, option: Option) -> tuple[bool, bool, bool]:
+    """Return a sort key: recommended first; by literature, trained ones first with a budget, and native ones."""
+    by_literature = option.standing == "literature"
+    return (
+        not option.advised,
+        by_literature and case.budget > 0 and option.recipe is None,
+        by_literature and option.route != "native",
+    )
+
+
+def _option(case: Case, candidate: Candidate, *, by_literature: bool) -> Option:
     scheme = candidate.scheme(case)
     shared: dict[str, Any] = {"title": candidate.title, "scheme": scheme, "recipe": candidate.recipe}
     try:
@@ -80,22 +121,48 @@ def _option(case: Case, candidate: Candidate) -> Option:
         route = plan_swap(case.model, candidate.plan or scheme, max_length=length).route
     except PosswapError as error:
         return Option(**shared, standing="refused", against=(str(error),))
-    decisive = _nearest(case, candidate)
+    decisive, published = _nearest(case, candidate), _published(case, candidate)
     serving = serving_of(case, candidate.plan or scheme)
-    against = [*_budget(case, candidate, decisive), *_serve(serving)]
+    against = _published_budget(case, candidate) if by_literature else _budget(case, candidate, decisive)
+    if by_literature and not published:
+        against.append(f"nothing was published or measured near this size, {case.parameters / 1e6:,.0f} M parameters")
     make = trained_commands if candidate.recipe else untrained_commands
     trainable = candidate.recipe is None or case.budget > 0
     return Option(
         **shared,
-        standing=_standing(decisive),
+        standing="literature" if by_literature and published else _standing(decisive),
         reasons=tuple([*decisive, *_further_figures(case, candidate)]),
-        against=tuple(against),
-        unknown=_unknown(case, candidate, decisive),
+        against=(*against, *_serve(serving)),
+        unknown=(*_unpublished(case, published), *_unknown(case, candidate, decisive)),
         route=route,
         serving=serving,
         commands=make(case, candidate, serving) if trainable and not candidate.fitted else (),
         bound=max((figure.bound for figure in decisive), default=float("inf")),
+        literature=published,
     )
+
+
+def _published_budget(case: Case, candidate: Candidate) -> list[str]:
+    """Return what speaks against training where published results decide: only that there is no budget."""
+    if candidate.recipe is None or case.budget:
+        return []
+    tokens = [row.tokens for row in _published(case, candidate) if row.tokens]
+    least = f"; published trainings of it took {min(tokens):,} tokens or more" if tokens else ""
+    return [f"it needs training, and there is no budget{least}"]
+
+
+def _unpublished(case: Case, published: tuple[Literature, ...]) -> list[str]:
+    """Return where the request goes beyond the published results."""
+    if not published:
+        return []
+    notes = []
+    farthest = max(row.windows for row in published)
+    if case.windows > farthest:
+        notes.append(f"not published beyond {farthest:.3g} windows: {case.length:,} tokens are {case.windows:.3g}")
+    tokens = [row.tokens for row in published if row.tokens]
+    if case.budget and tokens and case.budget < min(tokens):
+        notes.append(f"whether {case.budget:,} tokens are enough: published trainings took {min(tokens):,} or more")
+    return notes
 
 
 def _nearest(case: Case, candidate: Candidate) -> list[Figure]:

@@ -78,23 +78,25 @@ def _by_scheme(results: dict[str, Any]) -> dict[str, Any]:
         scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
         rows = sorted([*scores, *cannot], key=lambda row: row["length"])
         if rows:
-            verdict = _verdict(model.get("short_reg"), results["base"]) or _nearness(
-                model.get("vectors"), results["base"]
-            )
+            verdict = _conclusion(model, results["base"]) or _nearness(model.get("vectors"), results["base"])
             models.setdefault(name, {"lengths": rows, "verdict": verdict})
     if not models:
         raise CheckpointError(
             "the results hold no perplexities (metric ppl_prefix, or mlm_pos of encoders), which a model card shows."
         )
-    return {"models": models, "lengths": results["lengths"], "data": {"text": public_name(results["data"]["source"])}}
+    data = {"text": public_name(results["data"]["source"])}
+    return {"models": models, "lengths": results["lengths"], "data": data, "notes": results.get("notes", [])}
 
 
-def _verdict(short: Any, base: str) -> str | None:
-    """Return the short-context verdict against the base in words; None: there is none."""
-    loss = short.get("loss") if isinstance(short, dict) else None
+def _conclusion(model: dict[str, Any], base: str) -> str | None:
+    """Return the conclusion that the comparison wrote about a model, or the verdict in older results, or None."""
+    conclusion = model.get("conclusion")
+    if isinstance(conclusion, dict):
+        return " ".join(text for text in (conclusion["text"], conclusion["inside"]) if text)
+    loss = (model.get("short_reg") or {}).get("loss")
     if not isinstance(loss, dict) or not _is_number(loss.get("difference")) or "verdict" not in loss:
         return None
-    return f"In the window, against {base}: {loss['difference']:+.3f} nats a token, {loss['verdict']}."
+    return f"Inside the window, compared with {base}: {loss['difference']:+.3f} nats per token, {loss['verdict']}."
 
 
 def _nearness(rows: Any, base: str) -> str | None:
@@ -163,7 +165,8 @@ def _evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, l
     data = results.values.get("data", {}).get("text", "text")
     note = f"Text: {markdown_text(data)}. In brackets: 95 % interval over documents."
     if verdict := models[name].get("verdict"):
-        note = f"{markdown_text(verdict)} {note}"
+        text = f"{markdown_text(verdict)}\n\n{text}"
+    note = "\n\n".join([note, *(f"> {markdown_text(each)}" for each in results.values.get("notes", []))])
     scores = [row for row in models[name]["lengths"] if "cannot_run" not in row]
     entries = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
     return f"{text}\n\n{note}", entries

@@ -15,6 +15,7 @@ from hf_posswap.errors import OptionError
 if TYPE_CHECKING:
     from hf_posswap.advice.advise import Advice
     from hf_posswap.advice.figures import Figure
+    from hf_posswap.advice.literature import Literature
     from hf_posswap.advice.weighing import Option
 
 
@@ -70,15 +71,18 @@ def _show(advice: Advice) -> None:
             ("length", f"{advice.length:,} tokens, {advice.windows:.3g} of its windows"),
             ("budget", f"{advice.budget:,} tokens" if advice.budget else "none"),
             *([("served by", advice.serve)] if advice.serve else []),
+            *([("caution", advice.caution)] if advice.caution else []),
         ]
     )
     show_text("", f"use: {advice.use.title}")
-    _show_reasons(advice.use.reasons)
+    _show_reasons(advice.use.literature, advice.use.reasons)
     rows = [("not known", note) for note in (*advice.use.unknown, *advice.unknown)]
     if advice.use.serving is not None:
         rows = [("served", str(advice.use.serving)), *rows]
     if advice.use.route:
         rows = [("route", advice.use.route), *rows]
+    if advice.baseline:
+        rows = [("to beat", advice.baseline), *rows]
     if rows:
         show_text("")
         show_pairs(rows)
@@ -86,16 +90,28 @@ def _show(advice: Advice) -> None:
         show_text("", "Next commands:", "")
         for command in advice.use.commands:
             show_command(command)
+    _show_alternatives(advice)
+
+
+def _show_alternatives(advice: Advice) -> None:
     if advice.others:
         show_text("", "Alternatives:")
         for option in advice.others:
             _show_other(option)
+    if advice.further:
+        show_text("", "Other published methods:")
+        for row in advice.further:
+            show_text("")
+            show_indented(f"{row} [{row.source}]", 2)
 
 
-def _show_reasons(reasons: Sequence[Figure]) -> None:
-    """Print the figures, grouped by model and training."""
-    if reasons:
+def _show_reasons(literature: Sequence[Literature], reasons: Sequence[Figure]) -> None:
+    """Print the published results, and the figures grouped by model and training."""
+    if literature or reasons:
         show_text("", "Because:")
+    for row in literature:
+        show_text("")
+        show_indented(f"{row} [{row.source}]", 2)
     findings: dict[str, list[str]] = {}
     for figure in reasons:
         findings.setdefault(f"{figure.trained}, {figure.where} [{figure.source}]", []).append(figure.finding)

@@ -17,6 +17,7 @@ from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_dis
 from hf_posswap.evaluation.reach import reach_of
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
+from hf_posswap.report.looks import model_numbers
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def compare_attention(
     paid = _measure(models, limits, requested, text)
     path = Path(out) / f"{PICTURE}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines, below = {n: _lines(paid, n) for n in requested}, _caption(text, by_layer)
+    numbers = _numbers(models)
+    lines, below = {n: _lines(paid, n, numbers) for n in requested}, _caption(text, by_layer)
     draw_attention(lines, window, path, below=below, causal=_causal(paid), by_layer=by_layer, dark=dark)
     return AttentionComparison(path, window, paid, tuple(_summaries(paid, limits, requested, window)), text.source)
 
@@ -181,10 +183,17 @@ def _runs(limit: int | None, length: int) -> bool:
     return limit is None or length <= limit
 
 
-def _lines(paid: dict[str, dict[int, AttentionPaid]], length: int) -> list[AttentionLine]:
+def _numbers(models: dict[str, PreTrainedModel]) -> dict[str, int]:
+    """Return the number of each model's style, the same as in a comparison."""
+    patches: dict[str, Any] = {name: getattr(unwrap(model), "_posswap", None) for name, model in models.items()}
+    plans = {name: patch and {"scheme": patch.plan.scheme.to_dict()} for name, patch in patches.items()}
+    return model_numbers({"models": {name: {"plan": plan} for name, plan in plans.items()}})
+
+
+def _lines(paid: dict[str, dict[int, AttentionPaid]], length: int, numbers: dict[str, int]) -> list[AttentionLine]:
     return [
-        AttentionLine(name, number, by_length[length].totals, by_length[length].pairs)
-        for number, (name, by_length) in enumerate(paid.items())
+        AttentionLine(name, numbers[name], by_length[length].totals, by_length[length].pairs)
+        for name, by_length in paid.items()
         if length in by_length
     ]
 

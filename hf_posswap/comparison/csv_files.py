@@ -59,6 +59,8 @@ def wide_csv(results: dict[str, Any]) -> str:
 
 def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str, Any]:
     columns = _lengths(model, results["lengths"])
+    if conclusion := model.get("conclusion"):
+        columns |= {"conclusion": conclusion["verdict"]}
     if far := model.get("far_context"):
         columns |= {f"far_context_{key}": far[key] for key in ("further", "gain", "low", "high", "verdict")}
     for title, rows in (

@@ -7,10 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import MissingDependencyError
-from hf_posswap.plotting import Cell, Curve, Point, draw_loss_by_position, draw_passkey, draw_perplexity_by_length
+from hf_posswap.plotting import (
+    Cell,
+    Curve,
+    Point,
+    draw_difference_by_length,
+    draw_loss_by_position,
+    draw_passkey,
+    draw_perplexity_by_length,
+)
+from hf_posswap.report.differences import differences_of, finding
+from hf_posswap.report.looks import model_numbers
 from hf_posswap.report.words import scores_by_length
 
-PERPLEXITY, LOSS, PASSKEY = "perplexity-by-length.png", "loss-by-position.png", "passkey.png"
+DIFFERENCE, PERPLEXITY = "difference-by-length.png", "perplexity-by-length.png"
+LOSS, PASSKEY = "loss-by-position.png", "passkey.png"
 _FIRST_POSITION = 16  # the loss of a document's first tokens would dominate the scale
 
 
@@ -34,18 +45,25 @@ def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
     window, models = results["window"], results["models"]
     below = f"{results['data']['documents']} documents, first {max(results['lengths']):,} tokens; bands: 95 %"
     drawn = []
-    numbers = {name: number for number, name in enumerate(models)}
+    numbers = model_numbers(results)
     sliding = results["sliding"]
-    by_length = [
-        _length_curve(n, name, model) for n, (name, model) in enumerate(models.items()) if scores_by_length(model)
-    ]
+    if (differences := differences_of(results)) is not None:
+        paired = f"{results['data']['documents']} documents, differences paired by document; bars: 95 % intervals"
+        draw_difference_by_length(
+            [_difference_curve(numbers[name], name, models[name], rows) for name, rows in differences.rows.items()],
+            window,
+            folder / DIFFERENCE,
+            title=finding(results),
+            baseline=f"{differences.baseline} (baseline)",
+            below=paired,
+        )
+        drawn.append(DIFFERENCE)
+    by_length = [_length_curve(numbers[name], name, model) for name, model in models.items() if scores_by_length(model)]
     if by_length:
         by_length += [_length_curve(None, sliding["name"], sliding)] if sliding else []
         draw_perplexity_by_length(by_length, window, folder / PERPLEXITY, below=below)
         drawn.append(PERPLEXITY)
-    by_position = [
-        _position_curve(n, name, model) for n, (name, model) in enumerate(models.items()) if _positions(model)
-    ]
+    by_position = [_position_curve(numbers[name], name, model) for name, model in models.items() if _positions(model)]
     if by_position:
         by_position += [_position_curve(None, sliding["name"], sliding)] if sliding else []
         draw_loss_by_position(by_position, window, folder / LOSS, below=below)
@@ -74,6 +92,11 @@ def _positions(model: dict[str, Any]) -> list[dict[str, Any]]:
 def _length_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
     """Return the curve of the `number`-th model, or of the sliding window, which has no number."""
     points = (Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in scores_by_length(model))
+    return _curve(number, name, model, tuple(points))
+
+
+def _difference_curve(number: int, name: str, model: dict[str, Any], rows: list[dict[str, Any]]) -> Curve:
+    points = (Point(row["length"], row["difference"], row["low"], row["high"]) for row in rows)
     return _curve(number, name, model, tuple(points))
 
 

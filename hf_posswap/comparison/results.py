@@ -15,6 +15,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.report import PAGE, write_html
+from hf_posswap.report.conclusion import conclude, control_warnings
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 SCHEMA = 2
@@ -42,7 +43,7 @@ def collect_results(
         lengths: the requested lengths.
         command: the command line, or None.
     """
-    return {
+    results: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
         "base": base.subject.name,
@@ -58,6 +59,11 @@ def collect_results(
         "comparisons": dict(comparisons),
         "sliding": sliding,
     }
+    for name, model in results["models"].items():
+        conclusion = conclude(results, name)
+        model["conclusion"] = None if conclusion is None else conclusion.to_dict()
+    results["notes"] += control_warnings(results)
+    return results
 
 
 def keep_date(results: dict[str, Any], folder: Path) -> None:
@@ -86,13 +92,15 @@ def write_results(results: dict[str, Any], folder: Path) -> None:
 
 
 def _model(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
-    subject, reach = work.subject, work.subject.reach
+    subject, reach, training = work.subject, work.subject.reach, training_of(work.subject.model.config)
+    of_this_swap = training is not None and training.is_of(None if subject.plan is None else subject.plan.record)
     return {
         "class": type(subject.model).__name__,
         "parameters": sum(parameter.numel() for parameter in subject.model.parameters()),
         "identity": subject.identity,
         "plan": None if subject.plan is None else subject.plan.to_dict(),
-        "trained": None if (training := training_of(subject.model.config)) is None else str(training),
+        "trained": None if training is None else str(training),
+        "training": {"recipe": training.recipe, "tokens": training.tokens} if training and of_this_swap else None,
         "one_pass": reach.prefix_consistent,
         "one_pass_because": reach.why,
         "cannot_run": {str(n): f"ends at {reach.limit} tokens" for n in lengths if n not in work.lengths},

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hf_posswap.comparison.names import is_control
+from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.work import Unit, Work, document_losses
 from hf_posswap.evaluation.losses import sliding_document, sliding_reads
 from hf_posswap.evaluation.paired import holm_corrected, paired_change
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
+from hf_posswap.patching.record.training import training_of
 
 
 def sliding_source(works: Sequence[Work], reference: Work) -> Work | None:
@@ -25,13 +26,21 @@ def sliding_source(works: Sequence[Work], reference: Work) -> Work | None:
 
     Returns None if perplexity by length is not requested, no length exceeds the window, or the model cannot run it.
     """
-    controls = [work for work in works if is_control(work.subject.name)]
+    controls = [work for work in works if _is_control(work)]
     native = [work for work in (reference, *works) if work.subject.plan is None]
     source = (controls or native or [reference])[0]
     longest, limit = max(max(work.lengths) for work in works), source.subject.reach.limit
     window = source.window
     reads = source.subject.scoring is not None and 2 <= window < longest and (limit is None or window <= limit)
     return source if reads and "ppl_prefix" in source.metrics else None
+
+
+def _is_control(work: Work) -> bool:
+    """Return whether the model is called a control, or is unswapped and was trained by the recipe `control`."""
+    if is_control(work.subject.name):
+        return True
+    training = training_of(work.subject.model.config)
+    return work.subject.plan is None and training is not None and training.recipe == CONTROL
 
 
 def sliding_units(work: Work, length: int) -> list[Unit]:

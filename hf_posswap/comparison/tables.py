@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING, sign_of
-from hf_posswap.report.words import common_gaps, far_said, own_gaps, scores_by_length, sliding_said
+from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
+from hf_posswap.report.looks import model_numbers
+from hf_posswap.report.words import common_gaps, far_change, far_statement, own_gaps, scores_by_length
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text
@@ -35,37 +37,40 @@ def grid_of(results: dict[str, Any]) -> Grid:
     models = results["models"]
     columns = [column for column in _COLUMNS if any(model.get(column[1]) is not None for model in models.values())]
     shown = results["lengths"] if any(scores_by_length(model) for model in models.values()) else []
-    rows = []
-    for number, (name, model) in enumerate(models.items()):
+    rows, numbers = [], model_numbers(results)
+    for name, model in models.items():
         cells = ["–" if model.get(metric) is None else write(model[metric]) for _, metric, write in columns]
-        rows.append((number, name, [*_perplexities(model, shown), *cells]))
+        rows.append((numbers[name], name, [*_perplexities(model, shown), *cells]))
     if sliding := results.get("sliding"):
         cells = _perplexities(sliding | {"cannot_run": {}}, shown)
         rows.append((SLIDING, sliding["name"], cells + ["–"] * len(columns)))
     header = [*(_length(n, results["window"]) for n in shown), *(title for title, _, _ in columns)]
     meanings = ["Brackets: 95 % intervals over documents.", *(_MEANINGS[title] for title, _, _ in columns)]
+    if any(title in _DIFFERENCES for title, _, _ in columns):
+        meanings.append("Differences are in nats per token; negative is better.")
     return Grid(header, rows, meanings)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the main numbers as Markdown, with a short summary and remarks on missing metrics.
+    """Return the verdict on each model, the main numbers as Markdown, and remarks on missing metrics.
 
     Example:
         >>> row = {"length": 8, "perplexity": 2.0, "low": 1.9, "high": 2.1}
-        >>> model = {"ppl_prefix": [row], "cannot_run": {}, "not_measured": {}}
+        >>> model = {"ppl_prefix": [row], "cannot_run": {}, "not_measured": {}, "plan": None}
         >>> shown = {"models": {"a": model}, "lengths": [8], "window": 8, "comparisons": {}, "notes": []}
-        >>> print(markdown(shown | {"data": {"documents": 9, "source": "texts"}, "base": "a"}).splitlines()[2])
-        | model | 8 (1x) |
+        >>> print(markdown(shown | {"data": {"documents": 9, "source": "texts"}, "base": "a"}).splitlines()[0])
+        - a: Not swapped: it was measured only inside the window.
     """
     grid = grid_of(results)
-    lines = [_measured_on(results, markdown_text), ""]
+    lines = [f"- {markdown_text(text)}" for text in in_short(results)]
+    lines += [*([""] if lines else []), _measured_on(results, markdown_text), ""]
     lines += [_row(["model", *grid.header]), _row("---" for _ in ["model", *grid.header])]
     lines += [
         _row([f"{sign_of(n)} {markdown_text(name)}", *map(_markdown_cell, cells)]) for n, name, cells in grid.rows
     ]
     lines += ["", " ".join(grid.meanings)]
-    if short := in_short(results):
-        lines += ["", "In short:", "", *(f"- {markdown_text(text)}" for text in short)]
+    if details := details_of(results):
+        lines += ["", "Details:", "", *(f"- {markdown_text(text)}" for text in details)]
     lines += ["", *(f"- {markdown_text(text)}" for text in _remarks(results))]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -77,15 +82,16 @@ def _markdown_cell(cell: str) -> str:
 
 def notebook(results: dict[str, Any]) -> str:
     """Return the content of `markdown` as HTML, for a notebook."""
-    grid, short = grid_of(results), in_short(results)
+    grid, short, details = grid_of(results), in_short(results), details_of(results)
     return html_tables.together(
         [
+            *([html_tables.bullets(short)] if short else []),
             html_tables.title(_measured_on(results, str)),
             html_tables.table(
                 ([f"{sign_of(n)} {name}", *cells] for n, name, cells in grid.rows), ["model", *grid.header]
             ),
             html_tables.paragraph(" ".join(grid.meanings)),
-            *([html_tables.paragraph("In short:"), html_tables.bullets(short)] if short else []),
+            *([html_tables.paragraph("Details:"), html_tables.bullets(details)] if details else []),
             html_tables.bullets(_remarks(results)),
         ]
     )
@@ -97,10 +103,16 @@ def _measured_on(results: dict[str, Any], escape: Callable[[str], str]) -> str:
 
 
 def in_short(results: dict[str, Any]) -> list[str]:
-    """Return one line per model: whether far context helps it, and whether it beats the sliding window."""
+    """Return the verdict on each model as one sentence."""
+    conclusions = {name: conclude(results, name) for name in results["models"]}
+    return [f"{name}: {conclusion.text}" for name, conclusion in conclusions.items() if conclusion is not None]
+
+
+def details_of(results: dict[str, Any]) -> list[str]:
+    """Return one line per model: its loss inside the window, and whether far context helps it."""
     lines = []
     for name, model in results["models"].items():
-        texts = [text for text in (far_said(model), sliding_said(model, results.get("sliding"))) if text]
+        texts = [text for text in (inside_statement(results, name), far_statement(model)) if text]
         if texts:
             lines.append(f"{name}: {' '.join(texts)}")
     return lines
@@ -111,7 +123,7 @@ def latex(results: dict[str, Any]) -> str:
 
     Example:
         >>> row = {"length": 8, "perplexity": 2.0, "low": 1.9, "high": 2.1}
-        >>> model = {"ppl_prefix": [row], "cannot_run": {}}
+        >>> model = {"ppl_prefix": [row], "cannot_run": {}, "plan": None}
         >>> shown = {"models": {"a_1": model}, "lengths": [8], "window": 8, "data": {"documents": 9, "source": "t"}}
         >>> print(latex(shown).splitlines()[5])
         a\_1 & 2 [1.9, 2.1] \\
@@ -178,11 +190,12 @@ def _short(short: dict[str, Any]) -> str:
 
 
 def _far(far: dict[str, Any]) -> str:
-    return f"{far['gain']:+.3f}, {far['verdict']}"
+    return f"{far_change(far)['difference']:+.3f}, {far['verdict']}"
 
 
 def _sliding(rows: list[dict[str, Any]]) -> str:
-    return f"{rows[-1]['difference']:+.3f} at {rows[-1]['length']}"
+    last = rows[-1]
+    return f"{last['difference']:+.3f} ({percent(last['difference'])}) at {last['length']}"
 
 
 def _retrieved(rows: list[dict[str, Any]]) -> str:
@@ -202,12 +215,13 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("retrieved", "retrieval", _retrieved),
     ("near the base", "vectors", _near),
 )
+_DIFFERENCES = ("far context", "sliding window", "within the window")
 _MEANINGS = {
-    "far context": "Far context: nats per token gained by all text beyond the window.",
-    "sliding window": "Sliding window: loss minus that of the sliding window, in nats per token; negative is better.",
+    "far context": "Far context: change of the loss by all text beyond the window.",
+    "sliding window": "Sliding window: loss minus that of the sliding window, and the change of perplexity.",
     "found": "Found: share of passkeys.",
     "effective length": "Effective length: in tokens, by passkeys.",
-    "within the window": "Within the window: change of the loss, in nats per token.",
+    "within the window": "Within the window: loss minus the baseline's.",
     "near the base": "Near the base: mean cosine of vectors to the base's, which reads only its window.",
     "retrieved": "Retrieved: share of passkey documents, by length.",
 }
@@ -221,7 +235,9 @@ def _remarks(results: dict[str, Any]) -> list[str]:
         if effective.get("no_verdict"):
             remarks.append(f"{name}: no effective length: {effective['no_verdict']}")
     for name, comparison in results["comparisons"].items():
-        clear = [r for r in comparison.get("lengths", []) if r["p_holm"] is not None and r["p_holm"] <= 0.05]
+        short = results["models"].get(name, {}).get("short_reg") or {}
+        clear = [r for r in comparison.get("lengths", []) if r["p_holm"] is not None and r["p_holm"] <= SIGNIFICANT]
+        clear = [row for row in clear if row["length"] != short.get("length")]
         if clear:
             shown = ", ".join(f"{r['length']}: {r['difference']:+.3f} nats (p {r['p_holm']:.2g})" for r in clear)
             remarks.append(f"{name} compared with {results['base']}, significant differences: {shown}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_posswap.geometry import Geometry
+from hf_posswap.plotting.styles import scheme_number
 from hf_posswap.report.looks import look, shape
 from hf_posswap.schemes import SCHEMES, Scheme
 
@@ -60,7 +61,7 @@ _ORDER = (
     "nope rope yarn alibi linear ntk llama3 ntk_by_parts dynamic p_rope xpos self_extend rerope leaky_rerope "
     "dual_chunk alibi_interpolated kerple sinusoidal fire t5 t5_random learned learned_interpolated longrope"
 ).split()
-"""The order of styles: schemes that are often drawn together have distinct colours."""
+"""The order of the choices."""
 
 
 def _choice(name: str) -> Choice:
@@ -104,6 +105,13 @@ SLIDERS = (
 )
 
 
+def number_of(choice: Choice) -> int:
+    """Return the number of a choice's style, which is that of its scheme in every picture."""
+    number = scheme_number(choice.name)
+    assert number is not None
+    return number
+
+
 def styles() -> list[dict[str, str]]:
     """Return each choice with its style, for the page's script."""
     return [
@@ -114,7 +122,7 @@ def styles() -> list[dict[str, str]]:
             "shape": shape(number),
             "words": choice.description,
         }
-        for number, choice in enumerate(CHOICES)
+        for choice, number in zip(CHOICES, map(number_of, CHOICES), strict=True)
     ]
 
 

@@ -15,6 +15,7 @@ from hf_posswap.explorer.choices import (
     first_schemes,
     first_settings,
     limits,
+    number_of,
     styles,
 )
 from hf_posswap.explorer.model import ModelFacts
@@ -161,7 +162,7 @@ def _controls(facts: ModelFacts | None) -> Markup:
 
 
 def _chip(choice: Choice) -> Markup:
-    number = CHOICES.index(choice)
+    number = number_of(choice)
     box = _void("input", type="checkbox", value=choice.name)
     return tag("label", box, mark(number), choice.name, title=choice.summary, class_=look(number))
 

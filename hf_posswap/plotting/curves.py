@@ -1,7 +1,8 @@
-"""Perplexity by length and loss by position: one line per model, with a band for its interval."""
+"""Perplexity, loss and differences from a baseline: one line per model, with its interval."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _TALLEST = 40.0
+_FARTHEST = 1.0
+"""Nats per token: much larger differences are cut off, so that a model that breaks does not flatten the others."""
+_STAGGER = 1.035
 _LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+_BELOW: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,87 @@ def draw_perplexity_by_length(curves: Sequence[Curve], window: int, path: Path, 
     canvas.save(picture, path)
 
 
+def draw_difference_by_length(
+    curves: Sequence[Curve], window: int, path: Path, *, title: str, baseline: str, below: str
+) -> None:
+    """Draw the difference of each model from a baseline over the length read, and write it to `path` (PNG).
+
+    The baseline is the line at zero. The right axis has the same differences as changes of perplexity in percent.
+
+    Args:
+        curves: x is the length in tokens, y the loss minus that of the baseline, in nats per token.
+        window: as in `draw_perplexity_by_length`.
+        path: as in `draw_perplexity_by_length`.
+        title: the finding.
+        baseline: the name of the baseline.
+        below: as in `draw_perplexity_by_length`.
+
+    Raises:
+        DataError, MissingDependencyError, CheckpointError: as `draw_perplexity_by_length`.
+    """
+    _check(curves)
+    picture, (ax,) = canvas.figure(9.0, 5.0)
+    canvas.title(ax, title, below)
+    values = [value for curve in curves for point in curve.points for value in point.band]
+    nearest = min(max(abs(point.y) for point in curve.points) for curve in curves)
+    farthest = max(_FARTHEST, 3 * nearest)
+    low, high = max(min([0.0, *values]), -farthest), min(max([0.0, *values]), farthest)
+    room = 0.08 * max(high - low, 0.01)
+    lengths = sorted({int(point.x) for curve in curves for point in curve.points})
+    canvas.length_axis(ax, lengths, window)
+    ax.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.4)
+    ax.set_ylim(low - room, high + room)
+    ax.axhline(0.0, color=canvas.INK, linewidth=1.4, linestyle=(0, (2, 2)), label=baseline, zorder=2)
+    _draw_intervals(ax, curves)
+    if lengths[0] < window or len(lengths) > 1:
+        canvas.mark_window(ax, window, at_bottom=True)
+    cut = " (cut off)" if min(values) < low or max(values) > high else ""
+    ax.set_xlabel("tokens read of each document (multiples of the original window below)", fontsize=9)
+    ax.set_ylabel(f"difference in nats per token; below zero is better{cut}", fontsize=9)
+    canvas.percent_axis(ax)
+    _legend(ax, [baseline], **_BELOW)
+    canvas.save(picture, path)
+
+
+def _draw_intervals(ax: Axes, curves: Sequence[Curve]) -> None:
+    """Draw a line per model with an error bar at each length; models are staggered, so that bars do not overlap."""
+    for index, curve in enumerate(curves):
+        number = index if curve.number is None else curve.number
+        style, line = style_of(number), canvas.DASHES[stroke_of(number)]
+        shift = _STAGGER ** (index - (len(curves) - 1) / 2)
+        x, y = [shift * point.x for point in curve.points], [point.y for point in curve.points]
+        spans = [
+            [point.y - point.band[0] for point in curve.points],
+            [point.band[1] - point.y for point in curve.points],
+        ]
+        look: dict[str, Any] = {"color": style.colour, "linestyle": line, "linewidth": 1.8}
+        ax.errorbar(
+            x,
+            y,
+            yerr=spans,
+            label=f"{curve.label} ({curve.ends})" if curve.ends else curve.label,
+            marker=style.marker,
+            markersize=6,
+            elinewidth=1.4,
+            capsize=3.5,
+            zorder=3,
+            **look,
+        )
+        if len(x) > 1:
+            ax.annotate(
+                canvas.percent_text(100 * math.expm1(min(y[-1], _FARTHEST))),
+                (x[-1], y[-1]),
+                xytext=(8, 0),
+                textcoords="offset points",
+                fontsize=9,
+                fontweight="bold",
+                color=canvas.INK,
+                va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+                annotation_clip=True,
+            )
+
+
 def draw_loss_by_position(curves: Sequence[Curve], window: int, path: Path, *, below: str) -> None:
     """Draw the mean loss over the position of the token, x on a log axis, and write it to `path` (PNG).
 
@@ -156,7 +242,14 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
         ax.plot(x, y, label=label, zorder=3, **look)
         if curve.ends:
             ax.plot(x[-1], y[-1], color=style.colour, marker="|", markersize=22, markeredgewidth=2, zorder=4)
+    _legend(ax, [curve.label for curve in curves if curve.reference])
+
+
+def _legend(ax: Axes, references: Sequence[str], **place: Any) -> None:
+    """Draw the legend, to the right of the axes by default: the models first, then the references."""
     handles, labels = ax.get_legend_handles_labels()
-    models = [number for number, label in enumerate(labels) if label not in {c.label for c in curves if c.reference}]
-    order = [*models, *(number for number in range(len(labels)) if number not in models)]  # the order of the HTML page
-    ax.legend([handles[n] for n in order], [labels[n] for n in order], **_LEGEND)
+    models = [number for number, label in enumerate(labels) if label not in references]
+    order = [*models, *(number for number in range(len(labels)) if number not in models)]
+    legend = ax.legend([handles[n] for n in order], [labels[n] for n in order], **(_LEGEND | place))
+    for text in legend.get_texts():
+        text.set_parse_math(False)

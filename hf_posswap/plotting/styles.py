@@ -1,7 +1,9 @@
-"""The style of each model of a comparison: the same colour and marker in pictures, pages and tables."""
+"""The style of each model and scheme: the same colour and marker in pictures, pages and tables."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 
@@ -56,12 +58,45 @@ STYLES = (
 SLIDING = len(STYLES) * 1000
 """The number of the sliding-window control, which is not a model: a dashed black line without markers."""
 SLIDING_SIGN = "┄"
-STROKES = ("solid", "dashed", "dotted")
+STROKES = ("solid", "dashed", "dotted", "dashdot")
 """Line styles, one for each time that the styles repeat."""
+BASE, CONTROL = 0, 1
+"""The numbers of a base and of a control, which have no scheme."""
+_SCHEMES = (
+    "rope alibi yarn ntk sinusoidal nope linear t5 self_extend learned kerple llama3 ntk_by_parts dynamic p_rope "
+    "rerope dual_chunk fire xpos leaky_rerope longrope alibi_interpolated t5_random learned_interpolated"
+).split()
+"""Schemes by style, those that are often drawn together first."""
+
+
+def scheme_number(name: str) -> int | None:
+    """Return the number of the style of a scheme, the same wherever it is drawn; None: the scheme has none.
+
+    Example:
+        >>> scheme_number("rope"), scheme_number("alibi"), scheme_number("linear"), scheme_number("mine")
+        (2, 3, 10, None)
+    """
+    return next(itertools.islice(_scheme_numbers(), _SCHEMES.index(name), None)) if name in _SCHEMES else None
+
+
+def free_numbers(taken: Collection[int]) -> Iterator[int]:
+    """Yield the numbers that models without a scheme's number may have, in order.
+
+    Example:
+        >>> list(itertools.islice(free_numbers([2, 4]), 6))
+        [3, 5, 6, 7, 10, 11]
+    """
+    used = frozenset(taken)
+    return (number for number in _scheme_numbers() if number not in used)
+
+
+def _scheme_numbers() -> Iterator[int]:
+    """Yield all numbers but those in the colours of a base and a control."""
+    return (number for number in itertools.count() if number % len(STYLES) not in (BASE, CONTROL))
 
 
 def style_of(number: int) -> Style:
-    """Return the style of the `number`-th model; styles repeat with dashed, then dotted lines.
+    """Return the style of a number; styles repeat with dashed, dotted and dash-dotted lines.
 
     Example:
         >>> style_of(2).colour, style_of(10) == style_of(2), stroke_of(10)
@@ -71,11 +106,11 @@ def style_of(number: int) -> Style:
 
 
 def stroke_of(number: int) -> str:
-    """Return the line style of the `number`-th model: "solid", "dashed" or "dotted".
+    """Return the line style of a number, one of `STROKES`.
 
     Example:
-        >>> [stroke_of(number) for number in (7, 8, 16)]
-        ['solid', 'dashed', 'dotted']
+        >>> [stroke_of(number) for number in (7, 8, 16, 24)]
+        ['solid', 'dashed', 'dotted', 'dashdot']
     """
     return STROKES[min(number // len(STYLES), len(STROKES) - 1)]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hf_posswap.comparison.tables import in_short
+from hf_posswap.comparison.tables import details_of, in_short
 from hf_posswap.report import PAGE
 from hf_posswap.utils.printable import printable
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def show(
     results: dict[str, Any], best: str, reload: dict[str, Any], out: Path, reporter: Reporter, seconds: float
 ) -> None:
-    """Show the perplexities, a short summary, the continuation, and the next commands."""
+    """Show the verdicts, the perplexities, the details, the continuation, and the next commands."""
     window, lengths = results["window"], results["lengths"]
     title = f"Perplexity by length (window {window} tokens)"
     table = Table(title=title, title_justify="left")
@@ -29,8 +29,12 @@ def show(
         table.add_row(printable(name), *_perplexities(model, lengths))
     if sliding := results["sliding"]:
         table.add_row(printable(sliding["name"]), *_perplexities(sliding, lengths), style="dim")
-    reporter.console.print(table)
     for line in in_short(results):
+        reporter.line(line)
+    for note in results["notes"]:
+        reporter.line(f"note: {note}")
+    reporter.console.print(table)
+    for line in details_of(results):
         reporter.line(line)
     reporter.line(f"\n{best} continues a held-out text, past the window:")
     reporter.line(f"{reload['prompt_end']} >>> {reload['text']}\n")

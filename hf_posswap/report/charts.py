@@ -42,6 +42,15 @@ class Line:
 
 
 @dataclass(frozen=True)
+class _Size:
+    kind: str
+    width: int
+    height: int
+    left: int
+    ticks: int
+
+
+@dataclass(frozen=True)
 class Axes:
     """The axes and annotations of a chart.
 
@@ -55,6 +64,8 @@ class Axes:
         log_x: whether the x axis is logarithmic to base 2.
         name_x: formats a value of x in tooltips.
         name_y: formats a value of y in tooltips.
+        right: formats the ticks of y once more on the right, in another unit; None: no labels there.
+        zero_name: the label of the line at zero, or None.
     """
 
     x: str
@@ -66,15 +77,12 @@ class Axes:
     log_x: bool = True
     name_x: Callable[[float], str] = lambda x: f"{x:,.0f} tokens"
     name_y: Callable[[float], str] = lambda y: f"{y:.4g}"
+    right: Callable[[float], str] | None = None
+    zero_name: str | None = None
 
-
-@dataclass(frozen=True)
-class _Size:
-    kind: str
-    width: int
-    height: int
-    left: int
-    ticks: int
+    def margin(self, size: _Size) -> int:
+        """Return the right margin in pixels."""
+        return _RIGHT if self.right is None else size.left
 
 
 _SIZES = (_Size("wide", 760, 380, 62, 7), _Size("narrow", 360, 300, 50, 5))
@@ -106,13 +114,14 @@ def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
     dots = [dot for line in lines for dot in line.dots]
     y_values = [v for dot in dots for v in (dot.y, dot.low, dot.high) if v is not None and (v > 0 or not axes.log_y)]
     x_values = [dot.x for dot in dots] + ([axes.window] if axes.window else [])
-    x = fit(x_values, size.left, size.width - _RIGHT, log=axes.log_x, margin=0.04)
+    x = fit(x_values, size.left, size.width - axes.margin(size), log=axes.log_x, margin=0.04)
     y = fit(y_values + ([0.0] if axes.zero else []), size.height - _BOTTOM, _TOP, log=axes.log_y)
     return tag(
         "svg",
         _frame(axes, size, x, y),
         *(_band(line, x, y) for line in lines if len(line.dots) > 1 and line.number != SLIDING),
         *(_line(line, x, y) for line in sorted(lines, key=lambda line: line.number != SLIDING)),
+        _zero_label(axes, size, y),
         _strips(lines, axes, size, x),
         class_=f"plot {size.kind}",
         viewBox=f"0 0 {size.width} {size.height}",
@@ -123,13 +132,15 @@ def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
 
 def _frame(axes: Axes, size: _Size, x: Scale, y: Scale) -> Markup:
     """Return grid, ticks, axis titles, and the original window."""
-    bottom, right = size.height - _BOTTOM, size.width - _RIGHT
+    bottom, right = size.height - _BOTTOM, size.width - axes.margin(size)
     elements: list[Markup] = []
     for value in ticks(y, size.ticks):
         css_class = "zero" if axes.zero and value == 0 else "grid"
         elements.append(tag("line", x1=size.left, x2=right, y1=_px(y(value)), y2=_px(y(value)), class_=css_class))
         label = short_number(value)
         elements.append(tag("text", label, x=size.left - 8, y=_px(y(value) + 4), class_="tick", text_anchor="end"))
+        if axes.right is not None:
+            elements.append(tag("text", axes.right(value), x=right + 8, y=_px(y(value) + 4), class_="tick"))
     for value in length_ticks(x, size.ticks + 2) if axes.log_x else ticks(x, size.ticks):
         elements.append(tag("line", x1=_px(x(value)), x2=_px(x(value)), y1=bottom, y2=bottom + 5, class_="axis"))
         label = short_number(value)
@@ -141,6 +152,14 @@ def _frame(axes: Axes, size: _Size, x: Scale, y: Scale) -> Markup:
     if axes.window:
         elements.append(_window(axes.edge, x(axes.window), bottom, right))
     return join(*elements)
+
+
+def _zero_label(axes: Axes, size: _Size, y: Scale) -> Markup | None:
+    """Return the name of the line at zero, which is legible over lines and bands."""
+    if not (axes.zero and axes.zero_name):
+        return None
+    right = size.width - axes.margin(size)
+    return tag("text", axes.zero_name, x=right - 6, y=_px(y(0.0) - 6), class_="zero-name", text_anchor="end")
 
 
 def _window(name: str, at: float, bottom: float, right: float) -> Markup:
@@ -197,7 +216,11 @@ def _whisker(line: Line, x: Scale, y: Scale) -> Markup | None:
 def _strips(lines: Sequence[Line], axes: Axes, size: _Size, x: Scale) -> Markup:
     """Return an invisible strip for each x, which carries the tooltip."""
     x_values = sorted({dot.x for line in lines for dot in line.dots})
-    edges = [size.left, *((x(a) + x(b)) / 2 for a, b in zip(x_values, x_values[1:], strict=False)), size.width - _RIGHT]
+    edges = [
+        size.left,
+        *((x(a) + x(b)) / 2 for a, b in zip(x_values, x_values[1:], strict=False)),
+        size.width - axes.margin(size),
+    ]
     strips = []
     for value, left, right in zip(x_values, edges, edges[1:], strict=False):
         rows = [[line.number, line.name, _value_text(d, axes)] for line in lines for d in line.dots if d.x == value]

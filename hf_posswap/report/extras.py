@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
-from hf_posswap.report.looks import look, mark
+from hf_posswap.report.looks import look, mark, model_numbers
 from hf_posswap.report.markup import Markup, tag
 from hf_posswap.report.sections import Results, lines_of, section
 from hf_posswap.report.tables import Cell, heat_maps, sortable
@@ -20,7 +20,7 @@ def needles(results: Results) -> Markup | None:
     passkeys = {name: model["passkey"] for name, model in results["models"].items() if model.get("passkey")}
     if not passkeys:
         return None
-    numbers = {name: index for index, name in enumerate(results["models"])}
+    numbers = model_numbers(results)
     trials = next(iter(passkeys.values()))["trials"]
     lengths = sorted({cell["length"] for grid in passkeys.values() for cell in grid["cells"]})
     maps = {name: {(c["depth"], c["length"]): _passkey(c) for c in grid["cells"]} for name, grid in passkeys.items()}
@@ -76,7 +76,7 @@ def tasks(results: Results) -> Markup | None:
     }
     if not cells_by_model:
         return None
-    numbers = {name: index for index, name in enumerate(results["models"])}
+    numbers = model_numbers(results)
     lengths = sorted({cell["length"] for cells in cells_by_model.values() for cell in cells})
     maps = {name: {(c["task"], c["length"]): _task(c) for c in cells} for name, cells in cells_by_model.items()}
     grids = heat_maps(maps, numbers, lengths, results["window"], lambda task: task.replace("_", " "))
@@ -100,9 +100,10 @@ def cost(results: Results) -> Markup | None:
     thousandths = [Line(d.name, d.number, tuple(Dot(dot.x, 1000 * dot.y) for dot in d.dots)) for d in decode]
     speed = line_chart(measured, Axes(x, "prefill, tokens per second", window=window, zero=True, name_y=number))
     wait = line_chart(thousandths, Axes(x, "decoding, milliseconds per token", window=window, zero=True, name_y=number))
+    numbers = model_numbers(results)
     rows = [
-        (index, name, [Cell(_mib(row["cache_bytes"]), row["cache_bytes"]) for row in model["cost"][-1:]])
-        for index, (name, model) in enumerate(results["models"].items())
+        (numbers[name], name, [Cell(_mib(row["cache_bytes"]), row["cache_bytes"]) for row in model["cost"][-1:]])
+        for name, model in results["models"].items()
         if model.get("cost")
     ]
     lead = "Speed of prefill and decoding, measured once on one machine: for orientation only."
@@ -128,8 +129,9 @@ def protocols(results: Results) -> Markup | None:
             columns.setdefault(title, {})[index] = Cell(number(row["perplexity"]), row["perplexity"])
     if not columns:
         return None
+    numbers = model_numbers(results)
     rows = [
-        (index, name, [cells.get(index, Cell("–")) for cells in columns.values()])
+        (numbers[name], name, [cells.get(index, Cell("–")) for cells in columns.values()])
         for index, name in enumerate(results["models"])
         if any(index in cells for cells in columns.values())
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
+from typing import Any
 
-from hf_posswap.plotting.styles import SLIDING, STYLES, stroke_of, style_of
+from hf_posswap.plotting.styles import BASE, CONTROL, SLIDING, STYLES, free_numbers, scheme_number, stroke_of, style_of
+from hf_posswap.report.conclusion import is_control_entry
 from hf_posswap.report.markup import Markup, tag
 
 _DASH = "M-6,0H6"
@@ -14,12 +17,50 @@ def look(number: int) -> str:
     """Return the CSS classes of the `number`-th model.
 
     Example:
-        >>> look(1), look(9), look(17), look(SLIDING)
-        ('c1', 'c1 dashed', 'c1 dotted', 'ref')
+        >>> look(2), look(10), look(18), look(SLIDING)
+        ('c2', 'c2 dashed', 'c2 dotted', 'ref')
     """
     if number == SLIDING:
         return "ref"
     return f"c{number % len(STYLES)} {stroke_of(number)}".removesuffix(" solid")
+
+
+def model_numbers(results: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of each model, which selects its style: that of its scheme, the base's, or the control's.
+
+    A number is used once: of several models with the same scheme, the first has the scheme's number.
+
+    Example:
+        >>> plans = {"base": None, "control": None, "a": "rope", "b": "alibi", "c": "rope"}
+        >>> models = {name: {"plan": scheme and {"scheme": {"name": scheme}}} for name, scheme in plans.items()}
+        >>> list(model_numbers({"models": models}).values())
+        [0, 1, 2, 3, 4]
+    """
+    preferred = {name: _preferred_number(name, model) for name, model in results["models"].items()}
+    numbers: dict[str, int] = {}
+    for name, number in preferred.items():
+        if number is not None and number not in numbers.values():
+            numbers[name] = number
+    free = free_numbers(numbers.values())
+    return {name: numbers[name] if name in numbers else next(free) for name in preferred}
+
+
+def _preferred_number(name: str, model: Mapping[str, Any]) -> int | None:
+    if model["plan"] is None:
+        return CONTROL if is_control_entry(name, model) else BASE
+    return scheme_number(scheme_name(model["plan"]["scheme"]))
+
+
+def scheme_name(scheme: Mapping[str, Any]) -> str:
+    """Return the name of a scheme; layers with one scheme and different fields count as that scheme.
+
+    Example:
+        >>> layers = {"0": {"name": "alibi", "slopes": [0.5]}, "1": {"name": "alibi", "slopes": [0.25]}}
+        >>> scheme_name({"name": "per_layer", "layers": layers}), scheme_name({"name": "rope"})
+        ('alibi', 'rope')
+    """
+    names = {layer["name"] for layer in scheme["layers"].values()} if scheme["name"] == "per_layer" else set()
+    return str(names.pop() if len(names) == 1 else scheme["name"])
 
 
 def shape(number: int) -> str:

@@ -10,7 +10,7 @@ from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.report.document import document
 from hf_posswap.report.extras import cost, method, needles, protocols, tasks
 from hf_posswap.report.markup import Markup, json_script, tag
-from hf_posswap.report.sections import gain, offsets, perplexity, positions, retrieval
+from hf_posswap.report.sections import difference, gain, offsets, perplexity, positions, retrieval
 from hf_posswap.report.verdicts import findings, overview, short_context
 from hf_posswap.report.words import common_gaps
 from hf_posswap.utils.atomic_io import write_text
@@ -20,6 +20,7 @@ PAGE = "report.html"
 """The file name of the page, next to results.json."""
 _SECTIONS = (
     findings,
+    difference,
     perplexity,
     overview,
     positions,

@@ -10,14 +10,17 @@ from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
+from hf_posswap.report.conclusion import percent
+from hf_posswap.report.differences import differences_of, finding
+from hf_posswap.report.looks import model_numbers
 from hf_posswap.report.markup import Markup, tag
-from hf_posswap.report.words import scores_by_length
+from hf_posswap.report.words import far_change, scores_by_length
 
 Results = dict[str, Any]
 Rows = Sequence[dict[str, Any]]
 _SLIDING_READS = (
     " The sliding window is the baseline without a longer reach: half-overlapping windows of the original size. A swap "
-    "pays off where its line is below that one."
+    "pays off where it is below that baseline."
 )
 _FIRST_POSITION = 16  # the loss of a document's first tokens would dominate the scale
 
@@ -39,10 +42,10 @@ def lines_of(
         y: the rows' field for the y axis.
         interval: whether rows have an interval, in "low" and "high".
     """
-    ends = ("low", "high") if interval else ()
+    ends, numbers = ("low", "high") if interval else (), model_numbers(results)
     return [
-        Line(name, number, tuple(Dot(row[x], row[y], *(row[end] for end in ends)) for row in rows))
-        for number, (name, model) in enumerate(results["models"].items())
+        Line(name, numbers[name], tuple(Dot(row[x], row[y], *(row[end] for end in ends)) for row in rows))
+        for name, model in results["models"].items()
         if (rows := rows_of(model))
     ]
 
@@ -54,6 +57,33 @@ def sliding_line(results: Results, metric: str, x: str, y: str) -> list[Line]:
         return []
     rows: Rows = sliding["ppl_prefix"] if metric == "ppl_prefix" else _position_rows(sliding)
     return [Line(sliding["name"], SLIDING, tuple(Dot(r[x], r[y], r["low"], r["high"]) for r in rows))]
+
+
+def difference(results: Results) -> Markup | None:
+    """Return the paired difference of each model from the baseline by length."""
+    found = differences_of(results)
+    if found is None:
+        return None
+    numbers = model_numbers(results)
+    lines = [
+        Line(name, numbers[name], tuple(Dot(row["length"], row["difference"], row["low"], row["high"]) for row in rows))
+        for name, rows in found.rows.items()
+    ]
+    axes = Axes(
+        "tokens read",
+        "difference, nats per token (right: perplexity)",
+        window=results["window"],
+        zero=True,
+        name_x=lambda x: f"{x:,.0f} tokens, from {found.baseline}",
+        name_y=lambda y: f"{y:+.3f} nats ({percent(y)})",
+        right=lambda y: percent(y) if y else "0 %",
+        zero_name=found.baseline,
+    )
+    lead = (
+        f"Each model's loss minus that of {found.baseline} on the same documents, paired document by document; below "
+        "zero is better. Bands: 95 % intervals over documents." + (_SLIDING_READS if results.get("sliding") else "")
+    )
+    return section("difference", finding(results), lead, line_chart(lines, axes))
 
 
 def perplexity(results: Results) -> Markup | None:
@@ -72,8 +102,8 @@ def perplexity(results: Results) -> Markup | None:
     lead = (
         f"Perplexity of each model on the {token_kind} tokens of the same documents; lower is better. A rise beyond "
         "the original window means that the model breaks there. Bands: 95 % intervals over documents. All models read "
-        "the same documents, so differences between models are more certain than the bands suggest."
-        + (_SLIDING_READS if results.get("sliding") else "")
+        "the same documents, so differences between models are more certain than the bands suggest: see the chart "
+        "above." + (_SLIDING_READS if results.get("sliding") else "")
     )
     return section("perplexity", "Perplexity by length", lead, line_chart(lines, axes), *stops)
 
@@ -111,25 +141,31 @@ def _position_rows(model: dict[str, Any]) -> Rows:
 
 
 def gain(results: Results) -> Markup | None:
-    """Return the gain from longer context."""
-    lines = lines_of(results, lambda model: model.get("ctx_gain", []), "context", "gain")
+    """Return the change of the loss by longer context."""
+    lines = lines_of(results, _context_rows, "context", "difference")
     if not lines:
         return None
     rows: Rows = next(model["ctx_gain"] for model in results["models"].values() if model.get("ctx_gain"))
     reference = next((row["context"] for row in rows if row["reference"]), None)
     axes = Axes(
         "tokens of context",
-        "gain, nats per token",
+        "change of the loss, nats per token",
         window=reference,
         zero=True,
         name_y=lambda y: f"{y:+.3f}",
         edge="full original window",
     )
     lead = (
-        f"The same last {rows[0]['tail']:,} tokens, read with more and more text before them. Above zero the text "
-        "helps, at zero the model ignores it, and below zero it harms. A flat perplexity alone does not show this."
+        f"The same last {rows[0]['tail']:,} tokens, read with more and more text before them, compared with a full "
+        "window. Below zero the text helps, at zero the model ignores it, and above zero it harms. A flat perplexity "
+        "alone does not show this."
     )
     return section("gain", "Is far context used?", lead, line_chart(lines, axes))
+
+
+def _context_rows(model: dict[str, Any]) -> Rows:
+    """Return the change of the loss by context, one row per amount of context; negative if the context helps."""
+    return [{"context": row["context"]} | far_change(row) for row in model.get("ctx_gain", [])]
 
 
 def offsets(results: Results) -> Markup | None:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
-from hf_posswap.report.looks import look, mark
+from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
+from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.sections import Results, section
 from hf_posswap.report.tables import Cell, sortable
 from hf_posswap.report.words import (
-    SIGNIFICANT,
     effective,
-    far_said,
+    far_change,
+    far_statement,
     length_change,
     near_said,
     number,
@@ -21,26 +22,25 @@ from hf_posswap.report.words import (
     retrieved_said,
     scores_by_length,
     share_found,
-    short_verdict,
-    sliding_said,
     times,
 )
 from hf_posswap.utils.format import interval_text
 
 _MARKS = {"not worse": "good", "worse": "bad"}
+_VERDICT_MARKS = {"worth it": "good", "worth it beyond the window": "good", "not yet": "bad"}
 
 
 def findings(results: Results) -> Markup:
     """Return a card for each model that summarizes its results."""
-    cards = [_card(results, n, name, model) for n, (name, model) in enumerate(results["models"].items())]
+    numbers = model_numbers(results)
+    cards = [_card(results, numbers[name], name, model) for name, model in results["models"].items()]
     return tag("section", tag("h2", "In short"), tag("div", *cards, class_="cards"), id="findings")
 
 
 def _card(results: Results, number_of_model: int, name: str, model: dict[str, Any]) -> Markup:
-    sentences = [_long(results, model), *_changes(results, name)]
-    sentences += [far_said(model), sliding_said(model, results.get("sliding"))]
-    if model.get("short_reg"):
-        sentences.append(short_verdict(model["short_reg"]))
+    conclusion = conclude(results, name)
+    sentences = [_long(results, model), inside_statement(results, name), *_changes(results, name)]
+    sentences.append(far_statement(model))
     if model.get("passkey"):
         sentences.append(effective(model["passkey"], results["window"]))
     if model.get("retrieval"):
@@ -51,12 +51,14 @@ def _card(results: Results, number_of_model: int, name: str, model: dict[str, An
     baseline_note = "the baseline" if name == results["base"] and len(results["models"]) > 1 else None
     subtitle = "; ".join(filter(None, [_mechanism(model), baseline_note]))
     title = tag("h3", mark(number_of_model), name, subtitle and tag("small", subtitle))
-    return tag("article", title, tag("ul", *(tag("li", text) for text in sentences if text)), class_="card")
+    css_class = conclusion and f"conclusion {_VERDICT_MARKS.get(conclusion.verdict, 'open')}"
+    first = conclusion and tag("p", conclusion.text, class_=css_class)
+    return tag("article", title, first, tag("ul", *(tag("li", text) for text in sentences if text)), class_="card")
 
 
 def _mechanism(model: dict[str, Any]) -> str | None:
     plan = model["plan"]
-    return None if plan is None else f"{plan['scheme']['name']}, {plan['route']} route"
+    return None if plan is None else f"{scheme_name(plan['scheme'])}, {plan['route']} route"
 
 
 def _long(results: Results, model: dict[str, Any]) -> str | None:
@@ -77,7 +79,9 @@ def _long(results: Results, model: dict[str, Any]) -> str | None:
 def _changes(results: Results, name: str) -> list[str]:
     """Return the model's differences from the base at the longest common length, and in needles."""
     comparison, base = results["comparisons"].get(name, {}), results["base"]
-    sentences = [length_change(row, base) for row in comparison.get("lengths", [])[-1:]]
+    short = results["models"][name].get("short_reg") or {}
+    last = [row for row in comparison.get("lengths", [])[-1:] if row["length"] != short.get("length")]
+    sentences = [length_change(row, base) for row in last]
     needles = comparison.get("passkey")
     if needles:
         certainty = f"p = {needles['p']:.2g}" if needles["p"] <= 0.05 else f"not significant, p = {needles['p']:.2g}"
@@ -100,7 +104,8 @@ def overview(results: Results) -> Markup | None:
             columns.append((title, cells))
     if not columns:
         return None
-    rows = [(n, name, [cells[n] for _, cells in columns]) for n, name in enumerate(models)]
+    numbers = model_numbers(results)
+    rows = [(numbers[name], name, [cells[n] for _, cells in columns]) for n, name in enumerate(models)]
     if sliding := results.get("sliding"):
         shown = [_perplexity(sliding | {"cannot_run": {}}, n) for n in results["lengths"]]
         rows.append((SLIDING, sliding["name"], shown + [Cell("–")] * (len(columns) - len(shown))))
@@ -133,14 +138,16 @@ def _speed(rows: Sequence[dict[str, Any]]) -> Cell:
 
 
 def _far(far: dict[str, Any]) -> Cell:
-    return Cell(f"{far['gain']:+.3f}", far["gain"], far["verdict"])
+    change = far_change(far)["difference"]
+    return Cell(f"{change:+.3f}", change, far["verdict"])
 
 
 def _sliding(rows: Sequence[dict[str, Any]]) -> Cell:
     last = rows[-1]
     is_significant = last["p_holm"] is not None and last["p_holm"] <= SIGNIFICANT
     verdict = ("below" if last["difference"] < 0 else "above") if is_significant else "no significant difference"
-    return Cell(f"{last['difference']:+.3f}", last["difference"], f"{verdict} at {last['length']:,}")
+    change = percent(last["difference"])
+    return Cell(f"{last['difference']:+.3f}", last["difference"], f"{change}, {verdict} at {last['length']:,}")
 
 
 def _retrieved(rows: Sequence[dict[str, Any]]) -> Cell:
@@ -152,7 +159,7 @@ def _near(rows: Sequence[dict[str, Any]]) -> Cell:
 
 
 _COLUMNS = (
-    ("far context, nats gained", "far_context", _far),
+    ("change by far context, nats", "far_context", _far),
     ("minus the sliding window, nats", "against_sliding", _sliding),
     ("within the window, nats", "short_reg", _short),
     ("passkeys found", "passkey", _passkeys),
@@ -172,8 +179,11 @@ def short_context(results: Results) -> Markup | None:
     edges = [v for short in verdicts.values() for v in _bar(short["loss"])] + [0.0, margin]
     low, room = min(edges), (max(edges) - min(edges)) * 1.1 or 1.0
     low -= room * 0.05
-    numbers = {name: index for index, name in enumerate(results["models"])}
-    rows = [_interval(numbers[name], name, short, margin, low, room) for name, short in verdicts.items()]
+    numbers = model_numbers(results)
+    rows = [
+        _interval(numbers[name], name, short, inside_statement(results, name), margin, low, room)
+        for name, short in verdicts.items()
+    ]
     lead = (
         f"The change of the loss from {results['base']} within the original window; further left is better. The bar is "
         f'the interval over documents; it must end before the dashed line, {margin:g} nats per token, for "not worse".'
@@ -181,7 +191,15 @@ def short_context(results: Results) -> Markup | None:
     return section("short", "Within the original window", lead, tag("div", *rows, class_="forest"))
 
 
-def _interval(number_of_model: int, name: str, short: dict[str, Any], margin: float, low: float, room: float) -> Markup:
+def _interval(
+    number_of_model: int,
+    name: str,
+    short: dict[str, Any],
+    statement: str | None,
+    margin: float,
+    low: float,
+    room: float,
+) -> Markup:
     loss = short["loss"]
 
     def at(value: float) -> str:
@@ -201,7 +219,7 @@ def _interval(number_of_model: int, name: str, short: dict[str, Any], margin: fl
     )
     verdict = tag("b", loss["verdict"], class_=f"verdict {_MARKS.get(loss['verdict'], 'open')}")
     head = tag("div", tag("span", mark(number_of_model), name), verdict, class_="who")
-    sentence = tag("p", f"{short_verdict(short)} {more}")
+    sentence = tag("p", f"{statement} {more}")
     return tag("div", head, tag("div", track, class_="track"), sentence, class_="row")
 
 

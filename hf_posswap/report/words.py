@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from hf_posswap.report.conclusion import SIGNIFICANT, lower_or_higher, percent
 from hf_posswap.utils.format import interval_text
-
-SIGNIFICANT = 0.05
 
 
 def scores_by_length(model: dict[str, Any]) -> list[dict[str, Any]]:
@@ -38,77 +36,53 @@ def times(length: int, window: int) -> str:
 
 
 def length_change(row: dict[str, Any], base: str) -> str:
-    """Summarize a row of `comparisons` as better, worse, or not significant.
+    """Summarize a row of `comparisons`: the difference from the baseline, its interval, and whether it is significant.
 
     Example:
         >>> row = {"length": 512, "difference": -0.5, "low": -0.6, "high": -0.4, "p_holm": 0.004}
         >>> length_change(row, "base")
-        'Better than base at 512 tokens: perplexity 39.3 % lower (95 % interval -45.1 % to -33.0 %, p = 0.004).'
-        >>> length_change(row | {"p_holm": 0.3}, "base")
-        'At 512 tokens no significant difference from base (perplexity -39.3 %, p = 0.3).'
+        'At 512 tokens: 39.3 % lower perplexity than base (95 % interval -45.1 % to -33.0 %), significant (p = 0.004).'
+        >>> length_change(row | {"p_holm": 0.3}, "base").partition("), ")[2]
+        'not significant (p = 0.3).'
     """
-    length_text, p = f"{row['length']:,} tokens", row["p_holm"]
-    change = _percent(row["difference"])
+    p, interval = row["p_holm"], interval_text(row, percent)
+    interval = interval if interval == "no interval" else f"95 % interval {interval}"
+    change = f"At {row['length']:,} tokens: {lower_or_higher(row['difference'])} than {base} ({interval})"
     if p is None:
-        return f"At {length_text} perplexity {change} compared with {base}: too few documents for a verdict."
-    if p > SIGNIFICANT:
-        return f"At {length_text} no significant difference from {base} (perplexity {change}, p = {p:.2g})."
-    verdict, direction = ("Better", "lower") if row["difference"] < 0 else ("Worse", "higher")
-    interval = f"95 % interval {interval_text(row, _percent)}, p = {p:.2g}"
-    return f"{verdict} than {base} at {length_text}: perplexity {change[1:]} {direction} ({interval})."
+        return f"{change}, too few documents for a verdict."
+    return f"{change}, {'significant' if p <= SIGNIFICANT else 'not significant'} (p = {p:.2g})."
 
 
-def far_said(model: dict[str, Any]) -> str | None:
+def far_change(far: dict[str, Any]) -> dict[str, Any]:
+    """Return the change of the loss by far context as a difference with its interval; negative if far context helps.
+
+    Example:
+        >>> far_change({"gain": 0.5, "low": 0.25, "high": 0.75})
+        {'difference': -0.5, 'low': -0.75, 'high': -0.25}
+    """
+    low, high = (None if far[end] is None else 0.0 - far[end] for end in ("high", "low"))
+    return {"difference": 0.0 - far["gain"], "low": low, "high": high}
+
+
+def far_statement(model: dict[str, Any]) -> str | None:
     """Return a sentence on whether far context helps or harms a model; None if it was not measured.
 
     Example:
         >>> far = {"further": 1792, "tail": 128, "gain": -0.15, "low": -0.2, "high": -0.1, "verdict": "harms"}
-        >>> far_said({"far_context": far})
-        'Far context harms: 1,792 tokens beyond the window raise the loss by 0.150 nats per token (0.100 to 0.200).'
-        >>> far_said({"far_context": None})
-        'It reads nothing beyond the window.'
+        >>> far_statement({"far_context": far})
+        'Far context harms: 1,792 tokens beyond the window change the loss by +0.150 nats per token (+0.100 to +0.200).'
     """
-    if "far_context" not in model:
-        return None
-    far = model["far_context"]
+    far = model.get("far_context")
     if far is None:
-        return "It reads nothing beyond the window."
-    gain = far["gain"]
-    raised = {"low": far["high"] and -far["high"], "high": far["low"] and -far["low"]}
-    further = f"{far['further']:,} tokens beyond the window"
-    if far["verdict"] == "helps":
-        nats = f"{gain:.3f} nats per token"
-        return f"Far context helps: {further} lower the loss by {nats} ({interval_text(far, '.3f')})."
-    if far["verdict"] == "harms":
-        nats = f"{-gain:.3f} nats per token"
-        return f"Far context harms: {further} raise the loss by {nats} ({interval_text(raised, '.3f')})."
-    change = f"{further} change the loss by {-gain:+.3f} nats per token ({interval_text(raised, '+.3f')})"
-    if far["verdict"] == "undecided":
-        return f"Far context has no significant effect: {change}."
-    return f"No verdict on far context: {change}; {far['reason']}"
-
-
-def sliding_said(model: dict[str, Any], sliding: dict[str, Any] | None) -> str | None:
-    """Return a sentence that compares a model with the sliding window at its longest length; None if not measured.
-
-    Example:
-        >>> row = {"length": 1024, "difference": -0.02, "low": -0.03, "high": -0.01, "p_holm": 0.004}
-        >>> sliding_said({"against_sliding": [row]}, {"of": "control", "window": 128})
-        'Better than the sliding window of control at 1,024 tokens by 0.020 nats (-0.030 to -0.010, p = 0.004).'
-    """
-    rows = model.get("against_sliding")
-    if not rows or not sliding:
         return None
-    row, p = rows[-1], rows[-1]["p_holm"]
-    window = f"the sliding window of {sliding['of']} at {row['length']:,} tokens"
-    nats, interval = f"{abs(row['difference']):.3f} nats", interval_text(row, "+.3f")
-    if p is None:
-        return f"Compared with {window}: {row['difference']:+.3f} nats ({interval}), too few documents for a verdict."
-    if p > SIGNIFICANT:
-        return f"No significant difference from {window}: {row['difference']:+.3f} nats ({interval}, p = {p:.2g})."
-    if row["difference"] < 0:
-        return f"Better than {window} by {nats} ({interval}, p = {p:.2g})."
-    return f"Worse than {window} by {nats} ({interval}, p = {p:.2g})."
+    change = far_change(far)
+    text = f"{far['further']:,} tokens beyond the window change the loss by {change['difference']:+.3f} nats per token"
+    text = f"{text} ({interval_text(change, '+.3f')})"
+    if far["verdict"] in ("helps", "harms"):
+        return f"Far context {far['verdict']}: {text}."
+    if far["verdict"] == "undecided":
+        return f"Far context has no significant effect: {text}."
+    return f"No verdict on far context: {text}; {far['reason']}"
 
 
 def retrieved_said(rows: list[dict[str, Any]]) -> str:
@@ -146,34 +120,6 @@ def common_gaps(results: dict[str, Any]) -> list[tuple[str, str]]:
     first, *others = results["models"].values()
     gaps = list(first["not_measured"].items())
     return [gap for gap in gaps if others and all(gap in model["not_measured"].items() for model in others)]
-
-
-def _percent(nats: float) -> str:
-    """Convert a change of the mean loss to a relative change of perplexity."""
-    percent = 100 * math.expm1(nats)
-    return f"{percent:+,.0f} %" if abs(percent) >= 100 else f"{percent:+.1f} %"
-
-
-def short_verdict(short: dict[str, Any]) -> str:
-    """Return the short-context verdict as a sentence.
-
-    Example:
-        >>> loss = {"verdict": "worse", "difference": 0.2, "lower": 0.1, "upper": 0.3, "margin": 0.02, "reason": None}
-        >>> short_verdict({"loss": loss, "length": 512, "agreement": 0.9, "divergence": 0.1})
-        'Worse within the window: +0.200 nats per token at 512 tokens, margin 0.02.'
-    """
-    loss, at = short["loss"], f"at {short['length']:,} tokens"
-    change, margin = loss["difference"], loss["margin"]
-    if loss["verdict"] == "no verdict":
-        return f"No verdict within the window: {loss['reason']}"
-    if loss["verdict"] == "not worse":
-        return f"Not worse within the window: {change:+.3f} nats per token {at}, margin {margin:g}."
-    if loss["verdict"] == "worse":
-        return f"Worse within the window: {change:+.3f} nats per token {at}, margin {margin:g}."
-    return (
-        f"Undecided within the window: {change:+.3f} nats per token {at} "
-        f"({loss['lower']:+.3f} to {loss['upper']:+.3f}), margin {margin:g}."
-    )
 
 
 def effective(passkey: dict[str, Any], window: int) -> str:

@@ -34,6 +34,12 @@ _ADAPTED = (
     "rope-to-abf/adaptation",
 )
 """Results of recipes.studies.adaptation."""
+_VERDICT = re.compile(
+    r"^- (\w+): [^(\n]*reads (\d+)x the window [^(\n]*the sliding window of control "
+    r"\(([+-][\d.]+) nats per token, 95 % interval ([+-][\d.]+) to ([+-][\d.]+)",
+    re.MULTILINE,
+)
+"""A verdict of the quickstart's page: scheme, windows, difference and interval."""
 _KINDS = {"gpt2": "learned", "llama": "rope", "bert": "encoder"}
 
 
@@ -118,27 +124,21 @@ def _quickstart() -> Iterator[Figure]:
     page = (ROOT / path).read_text(encoding="utf-8")
     steps = re.search(r"(\d+) steps of ([\d,]+) tokens", page)
     documents = re.search(r"on (\d+) documents", page)
-    scheme_lengths = re.findall(r"^- (\w+): .*sliding window of control at ([\d,]+) tokens.*$", page, re.MULTILINE)
-    if steps is None or documents is None or not scheme_lengths:
+    verdicts = _VERDICT.findall(page)
+    if steps is None or documents is None or not verdicts:
         raise DataError(f"{path} is not written as this script reads it: make the two agree.")
     shipped = on_meta(EXAMPLE)
     base = Base("the quickstart's GPT-2", "learned", shipped.num_parameters(), shipped.config.n_positions)
-    for scheme, length in scheme_lengths:
-        line = next(line for line in page.splitlines() if line.startswith(f"- {scheme}:"))
-        row = next(line for line in page.splitlines() if line.startswith("|") and f" {scheme} |" in line)
-        interval = re.search(r"\(([+-]?[\d.]+) to ([+-]?[\d.]+), p = [^()]*\)\.?$", line)
-        difference = re.search(rf"([+-][\d.]+) at {length.replace(',', '')}", row)
-        if interval is None or difference is None:
-            raise DataError(f"{path} is not written as this script reads it: make the two agree.")
+    for scheme, windows, difference, low, high in verdicts:
         yield Figure(
             path.as_posix(),
             {"rope": "learned-to-rope", "alibi": "to-alibi"}[scheme],
             "sliding window",
             base,
-            int(length.replace(",", "")) // base.window,
-            float(difference[1]),
-            float(interval[1]),
-            float(interval[2]),
+            int(windows),
+            float(difference),
+            float(low),
+            float(high),
             int(steps[1]) * int(steps[2].replace(",", "")),
             int(documents[1]),
             whose="control's",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from transformers import (
 import hf_posswap
 from hf_posswap import errors
 from hf_posswap.advice import figures, weighing
+from hf_posswap.advice.candidates import CANDIDATES
 from hf_posswap.advice.figures import Base, Figure
+from hf_posswap.advice.literature import LITERATURE
 
 GPT2 = GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=300, n_positions=64)
 LLAMA = LlamaConfig(
@@ -231,6 +234,79 @@ def test_a_swapped_model_is_refused() -> None:
     model = hf_posswap.patch_model(GPT2LMHeadModel(GPT2), "rope", max_length=128)
     with pytest.raises(errors.AlreadyPatchedError, match="ask about the model without that swap"):
         hf_posswap.advise(model, 512)
+
+
+LLAMA_3_8B = LlamaConfig(
+    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, intermediate_size=14336,
+    vocab_size=128256, max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+)  # fmt: skip
+
+
+def test_a_large_model_with_a_budget_is_advised_by_the_literature_of_its_size() -> None:
+    advice = hf_posswap.advise(LLAMA_3_8B, 32_768, budget=1e9)
+    assert (advice.use.recipe, advice.use.scheme, advice.use.route) == ("yarn", "yarn:factor=4", "native")
+    assert advice.use.standing == "literature"
+    assert "arXiv:2309.00071" in advice.use.literature[0].source
+    larger_base = next(option for option in advice.others if option.recipe == "abf")
+    assert larger_base.advised
+    assert (larger_base.route, advice.others[0].recipe) == ("native", "abf")
+    assert larger_base.scheme == "rope:base=2000000"  # its own base of 500,000 times 4^(128 / 126), two digits
+    assert "swap.scheme.base=2000000" in " ".join(larger_base.commands)
+    lines = str(advice).splitlines()
+    assert lines[1].startswith("caution: own measurements are on models of up to ")
+    assert "published results come first" in lines[1]
+    assert lines.index(f"use: {advice.use.title}") > 1  # said before anything is recommended
+    assert next(line for line in lines if "because" in line).startswith("  because literature: YaRN, on Llama 2")
+
+
+def test_a_large_model_without_a_budget_is_advised_a_scheme_without_training_and_its_baseline() -> None:
+    advice = hf_posswap.advise(LLAMA_3_8B, 32_768)
+    assert (advice.use.recipe, advice.use.scheme, advice.use.route) == (None, "yarn:factor=4", "native")
+    assert {row.is_trained for option in (advice.use, *advice.others[:2]) for row in option.literature} == {False}
+    assert [option.scheme for option in advice.others[:2]] == ["self_extend", "dual_chunk"] or [
+        option.scheme for option in advice.others[:2]
+    ] == ["dual_chunk", "self_extend"]
+    assert "a sliding window of 8,192 tokens" in advice.baseline
+    assert f"baseline to beat: {advice.baseline}" in str(advice)
+    trained = next(option for option in advice.others if option.recipe == "yarn")
+    assert "there is no budget; published trainings of it took 1,000,000,000 tokens or more" in trained.against[0]
+    unpublished = next(option for option in advice.others if option.scheme == "rerope")
+    assert "nothing was published or measured near this size" in unpublished.against[0]
+    assert any("2502.20082" in row.source for row in advice.further)
+
+
+def test_what_serves_a_large_model_still_decides() -> None:
+    advice = hf_posswap.advise(LLAMA_3_8B, 32_768, serve="vllm")
+    assert advice.use.scheme == "yarn:factor=4"
+    refused = {option.scheme: option for option in advice.others if option.recipe is None}
+    assert not refused["self_extend"].advised
+
+
+def test_an_extrapolation_over_more_than_ten_times_is_said_first(only: Any) -> None:
+    large = GPT2Config()  # 124 M parameters: 33 times the largest that was measured, and nothing is published
+    advice = hf_posswap.advise(large, 8192, budget=1e9)
+    assert (
+        str(advice).splitlines()[1].startswith("caution: extrapolated: all measurements are on models of up to 3.7 M")
+    )
+    assert advice.use.literature == ()
+    assert hf_posswap.advise(GPT2, 512).caution == ""
+    (row,) = invented("yarn", -0.1)
+    parameters = hf_posswap.advise(LLAMA, 256).parameters
+    for share, is_said in ((0.11, False), (0.09, True)):
+        only([dataclasses.replace(row, base=dataclasses.replace(row.base, parameters=int(share * parameters)))])
+        assert bool(hf_posswap.advise(LLAMA, 256).caution) == is_said
+
+
+def test_every_published_result_names_a_paper_and_a_candidate() -> None:
+    subjects = {(candidate.subject, candidate.recipe is not None) for candidate in CANDIDATES["rope"]}
+    for row in LITERATURE:
+        assert re.match(r"arXiv:\d{4}\.\d{5}|model card of ", row.source)
+        assert {(subject, row.is_trained) for subject in row.subjects} <= subjects
+        assert row.smallest <= row.largest
+        assert row.length is None or row.length > row.window
+        assert (row.tokens == 0) <= (not row.is_trained)
+        assert str(row).startswith("literature: ")
+        assert not row.is_near(int(row.largest * 11))
 
 
 def test_the_advice_says_what_it_holds_and_is_json() -> None:

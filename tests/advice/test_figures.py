@@ -57,8 +57,9 @@ def test_the_quickstarts_figures_are_those_of_its_page() -> None:
     made = [figure for figure in load_figures() if figure.source.endswith("quickstart.md")]
     assert {figure.subject for figure in made} == {"learned-to-rope", "to-alibi"}
     for figure in made:
-        assert re.search(rf"\| {re.escape(f'{figure.difference:+.3f}')} at 1024 \|", page)
-        assert f"({figure.low:+.3f} to {figure.high:+.3f}, p = " in page
+        assert re.search(rf"\| {re.escape(f'{figure.difference:+.3f}')} \([-+.\d]+ %\) at 1024 \|", page)
+        interval = f"95 % interval {figure.low:+.3f} to {figure.high:+.3f}"
+        assert f"({figure.difference:+.3f} nats per token, {interval}" in page
         assert figure.tokens == 200 * 2048
         assert figure.base.window * figure.windows == 1024
 

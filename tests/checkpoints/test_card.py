@@ -144,6 +144,10 @@ def test_the_results_of_a_comparison_become_the_same(tmp_path: Path) -> None:
     assert metrics == {f"perplexity at {row['length']} tokens": row["perplexity"] for row in measured}
     base = next(line for line in written.text.splitlines() if line.startswith("| base |"))
     assert base.endswith("| cannot run |")
+    verdict = found.results["models"]["GPT2LMHeadModel+rope"]["conclusion"]["text"]
+    assert verdict.startswith("No verdict: 2 documents are too few")
+    assert written.text.index(verdict) < written.text.index("| base |")  # first of all
+    assert f"> {found.results['notes'][0]}" in written.text
     (out / "results.json").write_text(json.dumps(found.results | {"models": {}}))
     with pytest.raises(CheckpointError, match=r"hold no perplexities \(metric ppl_prefix, or mlm_pos of encoders\)"):
         read_results(out)

@@ -118,7 +118,8 @@ def test_the_folder_holds_results_tables_pictures_and_every_unit(found: dict[str
     assert found["results"]["schema"] == 2
     names = {path.name for path in folder.iterdir()} - {".lock"}
     assert names == {
-        "curves.csv", "loss-by-position.png", "loss-by-position.svg", "needle.csv", "nll", "passkey.png", "passkey.svg",
+        "curves.csv", "difference-by-length.png", "difference-by-length.svg",
+        "loss-by-position.png", "loss-by-position.svg", "needle.csv", "nll", "passkey.png", "passkey.svg",
         "per_doc.jsonl", "perplexity-by-length.png", "perplexity-by-length.svg", "report.html", "results.csv",
         "results.json", "table.md", "table.tex",
     }  # fmt: skip

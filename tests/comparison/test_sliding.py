@@ -95,22 +95,29 @@ def test_it_stands_in_every_table_page_and_picture(found: dict[str, Any]) -> Non
         assert name in (folder / picture).read_text(), picture
 
 
-def test_the_summary_says_who_is_below_and_above_it(found: dict[str, Any]) -> None:
+def test_the_verdict_comes_first_and_is_the_same_everywhere(found: dict[str, Any]) -> None:
     results = found["results"]
-    said = {line.partition(": ")[0]: line for line in in_short(results)}
+    said = {line.partition(": ")[0]: line.partition(": ")[2] for line in in_short(results)}
     page = render_html(results).split('id="findings"')[1].split("</section>")[0]
     assert list(said) == list(results["models"])
-    assert "It reads nothing beyond the window." in said["base"]
+    assert markdown(results).splitlines()[: len(said)] == [f"- {name}: {text}" for name, text in said.items()]
+    for name, model in results["models"].items():
+        assert model["conclusion"]["text"] == said[name]
+        assert f">{said[name]}</p><ul>" in page
+    assert said["base"] == "Not swapped: it reads nothing beyond the window."
+    assert said["control"] == "Baseline: a swap must beat its sliding window."
     for name in ("rope", "nope"):
         row = results["models"][name]["against_sliding"][-1]
-        sure = row["p_holm"] <= 0.05
-        word = ("Better than" if row["difference"] < 0 else "Worse than") if sure else "No significant difference from"
-        assert f"{word} the sliding window of control at 96 tokens" in said[name]
-        assert f"{abs(row['difference']):.3f} nats" in said[name]
-        assert said[name].rpartition(word)[2][:60] in page
-    flipped = {**results["models"]["rope"]["against_sliding"][-1], "difference": -0.5, "p_holm": 0.01}
-    other = {**results, "models": {"rope": results["models"]["rope"] | {"against_sliding": [flipped]}}}
-    assert "Better than the sliding window of control at 96 tokens by 0.500 nats" in markdown(other)
+        change = f"{abs(100 * math.expm1(row['difference'])):.1f} % {'lower' if row['difference'] < 0 else 'higher'}"
+        is_better = row["p_holm"] <= 0.05 and row["difference"] < 0
+        assert said[name].startswith("Worth it" if is_better else "Not yet: without training, reads 3x the window")
+        assert f"{row['difference']:+.3f} nats per token, 95 % interval" in said[name]
+        if row["p_holm"] <= 0.05:
+            assert f"3x the window at {change} perplexity than the sliding window of control" in said[name]
+        conclusion = results["models"][name]["conclusion"]
+        assert {key: conclusion[key] for key in ("length", "difference", "low", "high", "p")} == {
+            "length": 96, "p": row["p_holm"], **{key: row[key] for key in ("difference", "low", "high")}
+        }  # fmt: skip
 
 
 def test_there_is_none_within_the_window_or_without_perplexities() -> None:

@@ -1,4 +1,4 @@
-"""In short: whether far context helps or harms each model, the base too; and needles only where they say something."""
+"""The conclusion about each model, whether far context helps it, and needles only where they say something."""
 
 from __future__ import annotations
 
@@ -14,8 +14,76 @@ from hf_posswap.comparison.tables import markdown
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import PasskeyTask, context_gain, far_context, passkey_keys
 from hf_posswap.report import render_html
+from hf_posswap.report.conclusion import conclude, control_warnings, inside_statement, percent
 from hf_posswap.training import byte_tokenizer
 from tests.comparison.test_names import TEXTS
+
+BEYOND = {"length": 1024, "difference": -0.036, "low": -0.045, "high": -0.028, "p_holm": 0.003}
+INSIDE = {"verdict": "not worse", "difference": -0.01, "lower": -0.02, "upper": 0.0, "margin": 0.02, "reason": None}
+WORSE = {"verdict": "worse", "difference": 0.05, "lower": 0.04, "upper": 0.06}
+OPEN = {"verdict": "undecided", "difference": 0.018, "lower": 0.007, "upper": 0.029}
+
+
+def compared(inside: dict[str, Any] | None = None, *, control: str = "control", **row: Any) -> dict[str, Any]:
+    """Return results of an unswapped model and of a trained swap, with one row against the sliding window."""
+    short = {"loss": INSIDE | (inside or {}), "length": 128}
+    rope = {
+        "plan": {"scheme": {"name": "rope"}}, "training": {"recipe": "learned-to-rope", "tokens": 4096},
+        "cannot_run": {}, "ppl_prefix": [{"length": 1024}], "short_reg": short, "against_sliding": [BEYOND | row],
+    }  # fmt: skip
+    unswapped = {"plan": None, "training": None, "cannot_run": {"1024": "ends"}, "ppl_prefix": [{"length": 128}]}
+    shared = {"window": 128, "base": control, "comparisons": {}, "sliding": {"of": control}}
+    return {"models": {control: unswapped, "rope": rope}, **shared}
+
+
+@pytest.mark.parametrize(
+    ("results", "verdict", "text"),
+    [
+        (compared(), "worth it", "Worth it: reads 8x the window at 3.5 % lower perplexity than the sliding window of"),
+        (
+            compared(WORSE),
+            "worth it beyond the window",
+            "; inside the window 5.1 % higher perplexity than control, more",
+        ),
+        (compared(OPEN), "worth it beyond the window", "and whether within the allowed +2.0 % is undecided."),
+        (compared(difference=0.05, low=0.04, high=0.06), "not yet", "Not yet: reads 8x the window at 5.1 % higher"),
+        (compared(p_holm=0.4), "not yet", "Not yet: reads 8x the window without a significant difference from the sl"),
+        (compared(p_holm=None, no_verdict="3 documents are too few."), "no verdict", "No verdict: 3 documents are too"),
+        (compared(control="base"), "no verdict", "No verdict without a control: reads 8x the window at 3.5 % lower"),
+    ],
+)
+def test_the_verdict_follows_the_differences(results: dict[str, Any], verdict: str, text: str) -> None:
+    conclusion = conclude(results, "rope")
+    assert conclusion is not None
+    assert (conclusion.verdict, text in conclusion.text) == (verdict, True), conclusion.text
+    assert bool(control_warnings(results)) == ("base" in results["models"])
+
+
+def test_difference_and_equivalence_are_one_statement() -> None:
+    said = inside_statement(compared(OPEN), "rope")
+    assert said == (
+        "Inside the window: 1.8 % higher perplexity than control (+0.018 nats per token, 95 % interval +0.007 to "
+        "+0.029), significant; within the allowed +2.0 %: undecided."
+    )
+    assert "not significant; within the allowed +2.0 %: yes." in str(inside_statement(compared(), "rope"))
+    assert "significant; within the allowed +2.0 %: no." in str(inside_statement(compared(WORSE), "rope"))
+
+
+def test_a_control_is_known_by_its_name_or_its_recipe_and_must_read_as_many_tokens() -> None:
+    results = compared(control="plain")
+    assert "no control was compared" in control_warnings(results)[0]
+    results["models"]["plain"]["training"] = {"recipe": "control", "tokens": 4096}
+    assert control_warnings(results) == []
+    results["models"]["plain"]["training"]["tokens"] = 100
+    (said,) = control_warnings(results)
+    assert "rope was trained on 4,096 tokens, plain on 100" in said
+    results["models"]["rope"]["training"] = None  # a swap without training needs none
+    assert control_warnings(results) == []
+
+
+def test_a_difference_of_any_size_has_a_percentage() -> None:
+    assert percent(1e5).startswith("+")
+    assert percent(-1e5) == "-100 %"
 
 
 def llama() -> LlamaForCausalLM:
@@ -71,9 +139,10 @@ def test_the_base_too_is_told_to_gain_or_suffer_from_far_context() -> None:
     wanted = {"helps": "Far context helps: ", "harms": "Far context harms: ", "undecided": "Far context has no"}
     for name, found in results["models"].items():
         said = wanted[found["far_context"]["verdict"]]
-        line = next(line for line in markdown(results).splitlines() if line.startswith(f"- {name}: "))
+        details = markdown(results).split("Details:")[1]
+        line = next(line for line in details.splitlines() if line.startswith(f"- {name}: "))
         assert said in line
-        assert f"{abs(found['far_context']['gain']):.3f} nats per token" in line
+        assert f"change the loss by {-found['far_context']['gain']:+.3f} nats per token" in line
         assert said in render_html(results).split(f"</svg>{name}<")[1].split("</article>")[0]
 
 

@@ -21,7 +21,7 @@ from tests.docs.pages import README, ROOT, Block, blocks_of
 
 QUICKSTART = ".docs/pages/quickstart.md"
 SHORTER = {
-    " training.max_steps=100 ": " training.max_steps=2 training.warmup_steps=1 ",
+    " training.max_steps=200 training.warmup_steps=20": " training.max_steps=2 training.warmup_steps=1",
     " -o results\n": " --documents 8 --trials 2 -o results\n",
 }
 """What is said in place of a part of the command, so that it takes a minute."""
@@ -40,7 +40,11 @@ def main() -> None:
         done(place, hub, shortened(command))
         check("a recipe was run", recipe_of(place / "rope") == "learned-to-rope")
         measured = lengths(place / "results")
-        check("it was evaluated by length", measured == {"base": [128], "rope": [128, 256, 512, 1024]})
+        check("its control too", recipe_of(place / "control") == "control")
+        own = {"base": [128], "control": [128], "rope": [128, 256, 512, 1024]}
+        check("they were evaluated by length", measured == own)
+        check("they have read as many tokens", len({*training_tokens(place / "results").values()}) == 1)
+        check("there is a verdict, and no warning of a missing control", is_concluded(place / "results"))
         check("a dry run sends nothing", "commit" not in hub.kinds())
         check("a model was patched in a script", "(1, 1000, 1024)" in python(place, hub, script))
         python(place, hub, longer)
@@ -129,6 +133,20 @@ def say(line: str) -> None:
 def recipe_of(run: Path) -> str:
     """Return the recipe that the report of a training names."""
     return str(json.loads((run / "report.json").read_text(encoding="utf-8"))["recipe"]["name"])
+
+
+def training_tokens(results: Path) -> dict[str, int]:
+    """Return the tokens that the control and the swapped model were trained on."""
+    models = json.loads((results / "results.json").read_text(encoding="utf-8"))["models"]
+    return {name: models[name]["training"]["tokens"] for name in ("control", "rope")}
+
+
+def is_concluded(results: Path) -> bool:
+    """Return whether the swapped model is compared with the control's sliding window, and nothing warns."""
+    found = json.loads((results / "results.json").read_text(encoding="utf-8"))
+    conclusion = found["models"]["rope"]["conclusion"]
+    is_compared = conclusion["against"] == "the sliding window of control" and conclusion["p"] is not None
+    return is_compared and not any("control" in note for note in found["notes"])
 
 
 def lengths(results: Path) -> dict[str, list[int]]:

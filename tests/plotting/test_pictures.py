@@ -20,6 +20,7 @@ from hf_posswap.plotting import (
     Curve,
     Point,
     canvas,
+    draw_difference_by_length,
     draw_loss_by_position,
     draw_passkey,
     draw_perplexity_by_length,
@@ -59,6 +60,44 @@ def test_a_line_a_model_with_its_points_band_and_end(tmp_path: Path, figures: li
     bands = [collection.get_paths()[0].get_extents() for collection in ax.collections]
     assert (bands[1].ymin, bands[1].ymax) == pytest.approx((7.5, 9.5))
     assert {"original window", "on what"} <= {text.get_text() for text in ax.texts}
+
+
+def test_differences_have_a_bar_each_a_zero_line_and_percent_on_the_right(
+    tmp_path: Path, figures: list[Figure]
+) -> None:
+    rows = ((128, -0.012, -0.03, 0.004), (256, -0.024, -0.037, -0.012), (1024, -0.036, -0.045, -0.028))
+    curves = [
+        Curve("base $a^$", (Point(128, 0.027, 0.008, 0.046),), "ends at 128", number=0),
+        Curve("rope", tuple(Point(*row) for row in rows), number=2),
+    ]
+    said = {"title": "rope reads 8x at 3.5 % lower perplexity", "baseline": "sliding window", "below": "42 documents"}
+    draw_difference_by_length(curves, 128, tmp_path / "a.png", **said)
+    ax = figures[0].axes[0]
+    assert ax.get_title(loc="left") == said["title"]
+    line, _, (bars,) = ax.containers[1]
+    x, y = line.get_data()
+    assert list(y) == [row[1] for row in rows]
+    assert list(x) == pytest.approx([row[0] for row in rows], rel=0.02)  # staggered, so that bars do not overlap
+    assert [(ends[0][1], ends[1][1]) for ends in bars.get_segments()] == [pytest.approx(row[2:]) for row in rows]
+    (zero,) = [one for one in ax.get_lines() if one.get_label() == "sliding window"]
+    assert set(zero.get_ydata()) == {0.0}
+    assert zero.is_dashed()
+    (right,) = ax.child_axes
+    low, high = ax.get_ylim()
+    right.apply_aspect()
+    figures[0].canvas.draw()
+    assert right.get_ylim() == pytest.approx((100 * np.expm1(low), 100 * np.expm1(high)))
+    assert "0 %" in [label.get_text() for label in right.get_yticklabels()]
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["base $a^$ (ends at 128)", "rope", "sliding window"]
+
+
+def test_a_model_that_breaks_does_not_flatten_the_differences(tmp_path: Path, figures: list[Figure]) -> None:
+    curves = [Curve("near", (Point(256, -0.02, None, None),)), Curve("broken", (Point(256, 9.0, 8.0, 10.0),))]
+    draw_difference_by_length(curves, 128, tmp_path / "a.png", title="", baseline="base", below="")
+    ax = figures[0].axes[0]
+    assert ax.get_ylim()[1] < 1.5
+    assert "cut off" in ax.get_ylabel()
 
 
 def test_a_wild_curve_does_not_flatten_the_others(tmp_path: Path, figures: list[Figure]) -> None:

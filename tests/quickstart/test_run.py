@@ -52,7 +52,8 @@ def numbers(found: QuickstartResult) -> Any:
 
 def test_it_leaves_what_it_promises(finished: QuickstartResult) -> None:
     files = {path.name for path in finished.out.iterdir() if path.is_file() and not path.name.startswith(".")}
-    pictures = {f"{name}.{kind}" for name in ("perplexity-by-length", "loss-by-position") for kind in ("png", "svg")}
+    names = ("difference-by-length", "perplexity-by-length", "loss-by-position")
+    pictures = {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     tables = {"results.json", "results.csv", "curves.csv", "needle.csv", "table.md", "table.tex", "report.html"}
     assert files - {"per_doc.jsonl"} == tables | pictures | {"quickstart.json", "reload.json"}
     assert json.loads((finished.out / "results.json").read_text()) == finished.results

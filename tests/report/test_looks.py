@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from hf_posswap.comparison.pictures import draw_pictures
 from hf_posswap.comparison.tables import markdown
+from hf_posswap.explorer.choices import styles
 from hf_posswap.plotting import canvas
-from hf_posswap.plotting.styles import SLIDING, STYLES, sign_of, style_of
+from hf_posswap.plotting.styles import SLIDING, STYLES, scheme_number, sign_of, style_of
 from hf_posswap.report import render_html
+from hf_posswap.report.looks import look, model_numbers
 
 
 @pytest.fixture
@@ -30,9 +33,9 @@ def test_picture_page_and_table_agree_on_every_model(results: dict[str, Any], dr
     page = render_html(results)
     colours = dict(re.findall(r"--(c\d): (#[0-9a-f]{6});", page.split("@media")[0]))
     rows = [row for row in markdown(results).splitlines() if row.startswith("| ")][2:]
-    for number in range(len(results["models"])):
+    for place, number in enumerate((0, 2, 3)):  # no swap, RoPE, ALiBi
         style = style_of(number)
-        for figure in drawn[:2]:  # by length, by position
+        for figure in drawn[1:3]:  # by length, by position
             lines = [line for line in figure.axes[0].get_lines() if line.get_marker() == style.marker]
             assert [to_hex(line.get_color()) for line in lines] == [style.colour]
         assert colours[f"c{number}"] == style.colour
@@ -41,9 +44,9 @@ def test_picture_page_and_table_agree_on_every_model(results: dict[str, Any], dr
         assert legend.startswith(" type=")
         assert f'class="mark c{number}"' in button
         assert f'd="{style.path}"' in button
-        assert rows[number].startswith(f"| {style.sign} ")
-    needles = drawn[2].axes[: len(results["models"])]
-    assert [ax.texts[-1].get_text() for ax in needles] == [style.sign for style in STYLES[:3]]
+        assert rows[place].startswith(f"| {style.sign} ")
+    needles = drawn[3].axes[: len(results["models"])]
+    assert [ax.texts[-1].get_text() for ax in needles] == [style_of(number).sign for number in (0, 2, 3)]
     assert rows[-1].startswith(f"| {sign_of(SLIDING)} base, sliding window |")
 
 
@@ -56,20 +59,71 @@ def test_a_model_that_a_metric_lacks_moves_no_other_colour(
     for metric in ("ppl_prefix", "nll_pos"):
         del first[metric]
     draw_pictures(results, tmp_path)
-    for figure in seen[:2]:
+    for figure in seen[1:3]:
         markers = {line.get_marker(): to_hex(line.get_color()) for line in figure.axes[0].get_lines()}
         assert STYLES[0].marker not in markers
-        assert {style.marker: style.colour for style in STYLES[1:3]}.items() <= markers.items()
+        assert {style.marker: style.colour for style in STYLES[2:4]}.items() <= markers.items()
 
 
 def test_the_sliding_window_is_a_dashed_line_without_marks(results: dict[str, Any], drawn: list[Figure]) -> None:
     name = results["sliding"]["name"]
-    for figure in drawn[:2]:
+    for figure in drawn[1:3]:
         (line,) = [line for line in figure.axes[0].get_lines() if line.get_label() == name]
         assert line.is_dashed()
         assert line.get_marker() in (None, "None", "")
         assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()][-1] == name
     assert 'class="line ref"' in render_html(results)
+
+
+def test_a_scheme_has_one_style_in_every_comparison_and_in_the_explorer() -> None:
+    def entry(scheme: str | None) -> dict[str, Any]:
+        return {"plan": scheme and {"scheme": {"name": scheme}}}
+
+    orders = (["rope", "alibi"], ["alibi", "yarn", "rope"], ["linear", "rope", "alibi", "self_extend"])
+    for schemes in orders:
+        models = {"base": entry(None), "control": entry(None)} | {name: entry(name) for name in schemes}
+        numbers = model_numbers({"models": models})
+        assert (numbers["base"], numbers["control"]) == (0, 1)
+        assert {name: numbers[name] for name in schemes} == {name: scheme_number(name) for name in schemes}
+    explorer = {choice["name"]: choice for choice in styles()}
+    for name, choice in explorer.items():
+        number = scheme_number(name)
+        assert number is not None
+        assert (choice["look"], choice["shape"]) == (look(number), style_of(number).path)
+    assert len({choice["look"] for choice in explorer.values()}) == len(explorer)
+    assert len({*model_numbers({"models": {f"m{n}": entry("rope") for n in range(30)}}).values()}) == 30
+
+
+def contrast(colour: str, paper: str) -> float:
+    """Return the contrast ratio of WCAG 2: https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio."""
+
+    def luminance(text: str) -> float:
+        parts = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in to_rgb(text)]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    low, high = sorted((luminance(colour), luminance(paper)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_texts_and_lines_have_the_contrast_of_wcag_aa() -> None:
+    page = render_colours()
+    for text in (canvas.INK, canvas.FAINT, page["light"]["ink"], page["light"]["soft"], page["light"]["alarm"]):
+        assert contrast(text, "#ffffff") >= 4.5, text
+    for name in ("good", "bad", "open", "soft", "alarm", "ink"):
+        assert contrast(page["light"][name], page["light"]["paper"]) >= 4.5, name
+        assert contrast(page["dark"][name], page["dark"]["card"]) >= 4.5, name
+    for style in STYLES:  # lines and marks: 3 is required of graphics
+        assert contrast(style.colour, "#ffffff") >= 3
+        assert contrast(style.dark, page["dark"]["card"]) >= 3
+
+
+def render_colours() -> dict[str, dict[str, str]]:
+    """Return the named colours of the page's style sheet, light and dark."""
+    light, dark = str(files("hf_posswap.report").joinpath("page.css").read_text()).split("@media", 2)[:2]
+    return {
+        kind: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", text))
+        for kind, text in (("light", light), ("dark", dark))
+    }
 
 
 def test_more_models_than_colours_differ_by_their_lines() -> None:

@@ -17,12 +17,15 @@ import hf_posswap
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.report import render_html, write_html
+from hf_posswap.report.conclusion import percent
 from tests.comparison.test_encoder_comparison import TEXTS as ENCODED
 from tests.comparison.test_encoder_comparison import TOKENIZER, bert
 
 NETWORK = re.compile(
     r"""(?i:(?:src|href|action|data)\s*=\s*["']?(?:https?:)?//|@import|XMLHttpRequest)|\b(?:url|fetch)\("""
 )
+NUMBERS = (0, 2, 3)
+"""The numbers of the styles of an unswapped model, RoPE and ALiBi, in every picture."""
 SECTION_OF = {
     "ppl_prefix": "perplexity",
     "nll_pos": "positions",
@@ -113,6 +116,7 @@ def test_results_without_any_metric_still_say_how_they_came_about(results: dict[
 def test_the_points_of_a_chart_are_where_the_numbers_are(results: dict[str, Any], number: int) -> None:
     """Log axes: pixels are a line through the logarithms of lengths and perplexities."""
     rows = list(results["models"].values())[number]["ppl_prefix"]
+    number = NUMBERS[number]
     section = render_html(results).split('id="perplexity"')[1].split("</section>")[0]
     line = next(part for part in section.split("<g ")[1:] if f'data-m="{number}"' in part.split(">")[0])
     dots = [tuple(map(float, found)) for found in re.findall(r"translate\(([\d.]+),([\d.]+)\)", line)]
@@ -129,14 +133,31 @@ def test_the_points_of_a_chart_are_where_the_numbers_are(results: dict[str, Any]
         assert all((slope > 0) == (at == 0) for slope in slopes)  # y grows downwards
 
 
+def test_the_first_chart_has_the_paired_differences_and_their_zero_line(results: dict[str, Any]) -> None:
+    section = render_html(results).split('id="difference"')[1].split("</section>")[0]
+    assert section.count('class="zero"') == 2  # wide and narrow
+    assert section.count(">the sliding window of base</text>") == 2
+    tips = [json.loads(held["data-tip"] or "") for _, held in _Page(section).elements if "data-tip" in held]
+    told = {title.partition(" tokens")[0]: rows for title, rows in tips}
+    for number, (name, model) in zip(NUMBERS[1:], list(results["models"].items())[1:], strict=True):
+        inside = {row["length"]: row for row in results["comparisons"][name]["lengths"]}
+        rows = [inside[128], *model["against_sliding"]]
+        assert [row["length"] for row in rows] == [128, 256]
+        for row in rows:
+            (value,) = (value for at, _, value in told[str(row["length"])] if at == number)
+            assert value.startswith(f"{row['difference']:+.3f} nats ({percent(row['difference'])})")
+            assert f"{row['low']:+.3f} nats" in value
+            assert f"{row['high']:+.3f} nats" in value
+
+
 def test_pointing_at_a_length_says_the_numbers(results: dict[str, Any]) -> None:
-    page = _Page(render_html(results))
+    page = _Page(render_html(results).split('id="perplexity"')[1].split("</section>")[0])
     tips = [json.loads(held["data-tip"] or "") for tag, held in page.elements if tag == "rect" and "data-tip" in held]
     title, rows = next(tip for tip in tips if tip[0] == "128 tokens")
     assert rows.pop()[1] == results["sliding"]["name"] == "base, sliding window"
     for number, name, value in rows:
         row = results["models"][name]["ppl_prefix"][1]
-        assert list(results["models"])[number] == name
+        assert NUMBERS[list(results["models"]).index(name)] == number
         assert value == f"{row['perplexity']:.4g} [{row['low']:.4g}, {row['high']:.4g}]"
     assert (title, len(rows)) == ("128 tokens", 3)
 
@@ -186,13 +207,15 @@ def test_an_effective_length_is_said_and_drawn(results: dict[str, Any], length: 
 
 def test_what_could_be_chance_is_called_so(results: dict[str, Any]) -> None:
     other = list(results["models"])[1]
+    del results["models"][other]["short_reg"]  # which says the same of the window's length
     row = {"length": 128, "difference": 0.1, "low": -0.1, "high": 0.3, "p_holm": 0.2}
     results["comparisons"] = {other: {"lengths": [row], "passkey": {"needles": 9, "before": 1, "after": 3, "p": 0.5}}}
     text = render_html(results)
-    assert "no significant difference from base (perplexity +10.5 %, p = 0.2)" in text
+    for said in ("At 128 tokens: 10.5 % higher perplexity than base", "not significant (p = 0.2)"):
+        assert said in text
     assert "3 of 9 passkeys found, base 1 (not significant, p = 0.5)" in text
     results["comparisons"][other] = {"lengths": [row | {"low": 0.05, "p_holm": 0.01}]}
-    assert "Worse than base at 128 tokens: perplexity 10.5 % higher" in render_html(results)
+    assert ", significant (p = 0.01)" in render_html(results)
     results["comparisons"][other] = {"lengths": [row | {"p_holm": None}]}
     assert "too few documents for a verdict" in render_html(results)
 
@@ -207,7 +230,7 @@ def test_one_model_alone_has_a_page(results: dict[str, Any]) -> None:
 def test_many_models_stay_apart(results: dict[str, Any]) -> None:
     base = results["models"]["base"]
     text = render_html(results | {"models": {f"m{n}": base for n in range(10)}, "base": "m0"})
-    assert "c1 dashed" in text
+    assert "c2 dashed" in text
 
 
 @pytest.mark.parametrize(
@@ -286,7 +309,8 @@ def test_results_of_the_older_form_are_still_shown() -> None:
     assert {"findings", "perplexity", "positions", "gain", "needles", "short", "method"} <= set(
         _Page(text).identities()
     )
-    assert "sliding window" not in text
+    assert 'id="difference"' in text  # from the base: there is no sliding window
+    assert "the sliding window" not in text.split('id="findings"')[1].split("</section>")[0]
     assert json.loads(_Page(text).scripts[0]) == old
 
 

@@ -179,8 +179,9 @@ def test_results_and_their_page_tell_it(place: Path, runs: dict[str, Finished], 
     assert f"| rope | {row:.3f} (" in report.card
     assert "| control |" in report.card
     change = models["rope"]["short_reg"]["loss"]
-    told = f"In the window, against control: {change['difference']:+.3f} nats a token, {change['verdict']}."
-    assert told in report.card
+    conclusion = models["rope"]["conclusion"]
+    assert f"{conclusion['text']} {conclusion['inside']}" in report.card
+    assert f"({change['difference']:+.3f} nats per token, " in conclusion["inside"]
     assert '"name": "my-recipe"' in report.card
     assert str(place) not in report.card
     native = hf_posswap.push(runs["native"].model, "me/sinusoidal", dry_run=True, license="mit")
