@@ -1,9 +1,9 @@
 """Compares schemes on one model without training: which one extrapolates best? The Python form of `posswap compare`.
 
-    python recipes/compare.py meta-llama/Llama-3.2-1B results yarn ntk self_extend --lengths 8192,16384,32768
-    python recipes/compare.py gpt2 results rope alibi --text books/
-    accelerate launch --multi_gpu recipes/compare.py gpt2 results rope alibi  # documents and prompts shared
-    torchrun --nproc_per_node 4 recipes/compare.py gpt2 results rope alibi    # the same, on CPUs too
+    python recipes/compare.py meta-llama/Llama-3.2-1B results yarn ntk self_extend --text books/ --lengths 8192,16384
+    python recipes/compare.py gpt2 results rope alibi --text python
+    accelerate launch --multi_gpu recipes/compare.py gpt2 results rope alibi --text books/  # documents are shared
+    torchrun --nproc_per_node 4 recipes/compare.py gpt2 results rope alibi --text books/    # the same, on CPUs too
 
 The weights are loaded once and shared by all candidates. The folder keeps every finished unit: the same command resumes
 an interrupted run, and another scheme costs only its own measurement.
@@ -18,6 +18,7 @@ import typer
 
 import hf_posswap
 from hf_posswap.cli.arguments import TrustRemoteCode
+from hf_posswap.cli.evaluating import requested_text
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import is_main_process
 
@@ -27,7 +28,8 @@ def main(
     out: Annotated[Path, typer.Argument(help="The folder for results.")],
     schemes: Annotated[list[str], typer.Argument(help="What to put in, one after the other.")],
     text: Annotated[
-        list[Path] | None, typer.Option(help="Files, folders, Hub data sets; Python's own text otherwise.")
+        list[Path] | None,
+        typer.Option(help="Files, folders, Hub data sets; python: the text of this Python installation."),
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
     documents: Annotated[int, typer.Option(help="Largest number of documents to measure on.")] = 48,
@@ -39,7 +41,7 @@ def main(
     candidates = [hf_posswap.Candidate(model), *(hf_posswap.Candidate(model, scheme) for scheme in schemes)]
     settings = hf_posswap.EvalSettings(chosen, tuple(metrics.split(",")), documents)
     results = hf_posswap.compare(
-        candidates, documents=text, out=out, settings=settings, trust_remote_code=trust_remote_code
+        candidates, documents=requested_text(text), out=out, settings=settings, trust_remote_code=trust_remote_code
     )
     if is_main_process():
         typer.echo(str(results))

@@ -1,8 +1,8 @@
 """Measures a model before and after a swap, without training: the Python form of `posswap eval`.
 
-    python recipes/evaluate.py gpt2 rope results
+    python recipes/evaluate.py gpt2 rope results --text python
     python recipes/evaluate.py gpt2 rope results --text books/ --lengths 512,1024,2048
-    accelerate launch --multi_gpu recipes/evaluate.py gpt2 rope results  # documents and prompts shared among the GPUs
+    accelerate launch --multi_gpu recipes/evaluate.py gpt2 rope results --text books/  # documents are shared
 
 The folder keeps results.json, tables, plots and every finished unit: the same command resumes an interrupted run.
 """
@@ -16,6 +16,7 @@ import typer
 
 import hf_posswap
 from hf_posswap.cli.arguments import TrustRemoteCode
+from hf_posswap.cli.evaluating import requested_text
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import is_main_process
 
@@ -25,7 +26,8 @@ def main(
     scheme: Annotated[str, typer.Argument(help="What to put in: see posswap schemes.")],
     out: Annotated[Path, typer.Argument(help="The folder for results.")],
     text: Annotated[
-        list[Path] | None, typer.Option(help="Files, folders, Hub data sets; Python's own text otherwise.")
+        list[Path] | None,
+        typer.Option(help="Files, folders, Hub data sets; python: the text of this Python installation."),
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, with commas; 1, 2, 4, 8 windows otherwise.")] = None,
     documents: Annotated[int, typer.Option(help="Largest number of documents to measure on.")] = 48,
@@ -35,7 +37,7 @@ def main(
     chosen = None if lengths is None else tuple(int(length) for length in lengths.split(","))
     settings = hf_posswap.EvalSettings(lengths=chosen, documents=documents)
     results = hf_posswap.evaluate(
-        model, scheme, documents=text, out=out, settings=settings, trust_remote_code=trust_remote_code
+        model, scheme, documents=requested_text(text), out=out, settings=settings, trust_remote_code=trust_remote_code
     )
     if not is_main_process():
         return

@@ -8,13 +8,10 @@ from typing import Any
 from hf_posswap.advice.case import Case
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import judge
-from hf_posswap.checkpoints.native.convert import CONVERSIONS
-from hf_posswap.errors import PosswapError, SchemeError, UnsupportedModelError
-from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
+from hf_posswap.checkpoints.native.suggesting import RUN_PLUGINS, stock_config
+from hf_posswap.errors import SchemeError, UnsupportedModelError
+from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.schemes import Scheme
-
-_AS_IT_IS = ("transformers", "onnx", "torch", "sentence-transformers")
-"""The programs that also run models that need hf_posswap."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def serving_of(
         position_config = position_config_of(model.config)
     except (SchemeError, UnsupportedModelError) as error:  # it needs the weights' values, or is unknown here
         return Serving(target, "unknown", str(error), "")
-    converted = _converted(model) if position_config.kind == "plugin" and target not in _AS_IT_IS else None
+    converted = stock_config(model) if position_config.kind == "plugin" and target not in RUN_PLUGINS else None
     return _judged(target, position_config, "") if converted is None else _judged(target, *converted)
 
 
@@ -74,19 +71,3 @@ def _judged(target: str, position_config: PositionConfig, converted: str) -> Ser
     except UnsupportedModelError as error:
         return Serving(target, "unknown", str(error), "", converted)
     return Serving(target, judgement.verdict, judgement.why, judgement.claim.source, converted)
-
-
-def _converted(model: Any) -> tuple[PositionConfig, str] | None:
-    """Return the config of the first stock class that may compute the same, and its name, or None.
-
-    It is not verified here: `posswap to-native` compares outputs before it writes.
-    """
-    for sources, build in CONVERSIONS.values():
-        if sources is not None and model.config.model_type not in sources:
-            continue
-        try:
-            blueprint = build(model, swap_plan(model))
-        except (PosswapError, NotImplementedError, RuntimeError):  # not exact, or it needs the weights' values
-            continue
-        return position_config_of(blueprint.config), str(blueprint.model_class.__name__)
-    return None

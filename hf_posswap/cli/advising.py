@@ -29,14 +29,18 @@ def advise(
         ),
     ],
     length: Annotated[
-        int, typer.Option("--length", metavar="N", help="Tokens that the model should read.", show_default=False)
+        int,
+        typer.Option(
+            "--max-length", "--length", metavar="N", help="Tokens that the model should read.", show_default=False
+        ),
     ],
     budget: Annotated[
         str | None,
         typer.Option(metavar="TOKENS", help="Training tokens, such as 1e8. Default: none.", show_default=False),
     ] = None,
     serve: Annotated[
-        Target | None, typer.Option("--serve", help="The program that will serve the model.", show_default=False)
+        Target | None,
+        typer.Option("--target", "--serve", help="The program that will serve the model.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -46,7 +50,7 @@ def advise(
     books/ and other-books/ are folders of your texts, to train on and to measure on. Only the config is read, and no
     code from the checkpoint is run.
 
-    Example: posswap advise my-gpt2 --length 8192 --budget 2e7 --serve vllm
+    Example: posswap advise my-gpt2 --max-length 8192 --budget 2e7 --target vllm
     """
     tokens = _tokens(budget)
     source = model if model[:1].isupper() and model.isidentifier() else source_of(model)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from hf_posswap.cli import (
     advising,
@@ -25,6 +27,7 @@ from hf_posswap.cli import (
     selfcheck,
     show,
     starting,
+    supporting,
     swapping,
     to_native,
     training,
@@ -77,26 +80,34 @@ def posswap(
     """
 
 
-app.command()(listing.schemes)
-app.command()(listing.families)
-app.command(cls=SchemeCommand)(swapping.explain)
-app.command()(advising.advise)
-app.command(cls=SchemeCommand)(show.show)
-app.command(cls=SchemeCommand)(swapping.patch)
-app.command()(to_native.to_native)
-app.command()(doctor.doctor)
-app.command()(selfcheck.selfcheck)
-app.command()(export.export)
-app.command()(push.push)
-app.command()(searching.search)
-app.command()(recipes.recipes)
-app.command()(training.train)
-app.command("eval", cls=SchemeCommand)(evaluating.evaluate)
-app.command(cls=SchemeCommand)(comparing.compare)
-app.command()(key_spans.key_spans)
-app.command()(reporting.report)
-app.command("lm-eval", cls=SchemeCommand)(lm_eval.lm_eval)
-app.command()(starting.quickstart)
+BEGIN, SWAP, ADAPT, MEASURE, SHIP, LOOK_UP = "Begin", "Swap", "Adapt", "Measure", "Ship", "Look up"
+_COMMANDS: tuple[tuple[str, str, Callable[..., None], type[TyperCommand]], ...] = (
+    (BEGIN, "quickstart", starting.quickstart, TyperCommand),
+    (BEGIN, "advise", advising.advise, TyperCommand),
+    (SWAP, "explain", swapping.explain, SchemeCommand),
+    (SWAP, "patch", swapping.patch, SchemeCommand),
+    (SWAP, "show", show.show, SchemeCommand),
+    (ADAPT, "recipes", recipes.recipes, TyperCommand),
+    (ADAPT, "train", training.train, TyperCommand),
+    (ADAPT, "search", searching.search, TyperCommand),
+    (MEASURE, "eval", evaluating.evaluate, SchemeCommand),
+    (MEASURE, "compare", comparing.compare, SchemeCommand),
+    (MEASURE, "key-spans", key_spans.key_spans, TyperCommand),
+    (MEASURE, "lm-eval", lm_eval.lm_eval, SchemeCommand),
+    (MEASURE, "report", reporting.report, TyperCommand),
+    (SHIP, "doctor", doctor.doctor, TyperCommand),
+    (SHIP, "to-native", to_native.to_native, TyperCommand),
+    (SHIP, "export", export.export, TyperCommand),
+    (SHIP, "push", push.push, TyperCommand),
+    (LOOK_UP, "schemes", listing.schemes, TyperCommand),
+    (LOOK_UP, "families", listing.families, TyperCommand),
+    (LOOK_UP, "support", supporting.support, TyperCommand),
+    (LOOK_UP, "selfcheck", selfcheck.selfcheck, TyperCommand),
+)
+"""The group of each command in `posswap --help`, its name, its function, and the class that parses it."""
+
+for group, name, command, command_class in _COMMANDS:
+    app.command(name, cls=command_class, rich_help_panel=group)(command)
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 AlsoDraw = Annotated[
     list[str] | None,
     typer.Option(
+        "--also",
+        "--beside",
         metavar="MODEL",
         help="Attention: also draw this model, such as a copy that was trained after its swap. Repeatable. NAME=MODEL "
         "sets its label.",

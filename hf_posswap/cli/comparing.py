@@ -30,6 +30,7 @@ from hf_posswap.cli.evaluating import (
     eval_settings,
     placing,
     progress,
+    requested_text,
     show_evaluation,
 )
 from hf_posswap.cli.output import quiet_library
@@ -57,6 +58,8 @@ def compare(
     against: Annotated[
         str | None,
         typer.Option(
+            "--baseline",
+            "--against",
             metavar="NAME",
             help="The baseline: its label. Default: the model called control, else the first.",
             show_default=False,
@@ -86,11 +89,12 @@ def compare(
     and corrected for the number of lengths. Beyond the window, each model is also compared with the sliding window: the
     baseline, reading half-overlapping windows of the original size.
 
-    Example: posswap compare base=gpt2 control/model rope/model --against control --text books/ -o results
+    Example: posswap compare base=gpt2 control/model rope/model --baseline control --text books/ -o results
 
     Example: posswap compare llama +ntk +yarn:factor=4 --lengths 2048,4096,8192 --text books/
     """
     chosen = parse_candidates(models, max_length, against)
+    documents_source = requested_text(text)
     with quiet_library():
         from hf_posswap.comparison import compare as run
 
@@ -98,7 +102,7 @@ def compare(
             chosen,
             against=against,
             command=command_line(),
-            documents=text,
+            documents=documents_source,
             tokenizer=tokenizer,
             out=out,
             settings=eval_settings(lengths, metrics, documents, trials, margin, key_spans, seed),

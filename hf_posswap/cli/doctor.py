@@ -8,19 +8,28 @@ import typer
 
 from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.outcome import Code
-from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
+from hf_posswap.cli.output import (
+    quiet_library,
+    show_command,
+    show_indented,
+    show_json,
+    show_pairs,
+    show_table,
+    show_text,
+)
 
 if TYPE_CHECKING:
     from hf_posswap.checkpoints.doctor_checks import Diagnosis
+    from hf_posswap.checkpoints.doctor_checks.findings import Serving
 
 
 def doctor(model: Model, trust_remote_code: TrustRemoteCode = False, json: Json = False) -> None:
     """Find the known position traps of a checkpoint, whoever made it.
 
     Reads the config, the names and shapes of the weights, and the tokenizer's settings; no weights are loaded, and
-    nothing is written. Each finding says where it is, what is wrong and what to do. A table then shows how each serving
-    program handles the positions, as in posswap export, and what to type. The exit code is 0 if there are no findings
-    or only notes, and 1 if there are errors or warnings.
+    nothing is written. Each finding says where it is, what is wrong and what to do. Then it shows how each serving
+    program handles the positions, as in posswap export, and the commands to run. The exit code is 0 if there are no
+    findings or only notes, and 1 if there are errors or warnings.
 
     Example: posswap doctor my-long-llama
     """
@@ -47,6 +56,19 @@ def _show(diagnosis: Diagnosis) -> None:
     else:
         show_text("Nothing found.")
     if diagnosis.serving:
-        show_text("")
-        served = [(each.target, each.verdict, each.command or each.why, each.engine) for each in diagnosis.serving]
-        show_table(["program", "positions", "type", "known from"], served)
+        show_text("", "Served by:")
+        for served in diagnosis.serving:
+            _show_serving(served)
+
+
+def _show_serving(served: Serving) -> None:
+    """Print the verdict of a program, and each of its commands on lines of its own that can be copied."""
+    show_text("")
+    show_indented(f"{served.target}: {served.verdict} ({served.engine})", 2)
+    if not served.command or served.why.startswith("as a "):
+        show_indented(served.why, 4)
+    if served.target == "transformers":  # Python, not a shell's command
+        show_indented(served.command, 4)
+    elif served.command:
+        for command in served.command.split(" && "):
+            show_command(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,6 +13,7 @@ from hf_posswap.cli.output import show_json, show_pairs, show_text
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe
     from hf_posswap.training.dryrun import DryRun
+    from hf_posswap.training.dryrun.prediction import Prediction
     from hf_posswap.utils.progress import Reporter
 
 
@@ -52,15 +54,24 @@ def show_dry_run(report: DryRun, *, json: bool) -> None:
         raise typer.Exit(Code.UNSUPPORTED)
 
 
+def _show_total(predictions: Sequence[Prediction]) -> None:
+    from hf_posswap.training.dryrun.prediction import total_row
+
+    show_text("")
+    show_pairs([total_row(predictions)])
+
+
 def _show(report: DryRun) -> None:
     for prediction in report.predictions:
         if prediction.phase:
             show_text(prediction.phase)
         show_pairs(prediction.rows())
     show_text(*report.said)
+    _show_total(report.predictions)
     if report.change is not None:
         show_text("", f"The smallest change that makes it fit: {report.change.said}")
         for prediction in report.changed:
             show_pairs(prediction.rows())
+        _show_total(report.changed)
     elif report.fits is False:
         show_text("", "No change that is known here makes it fit: take a shorter data.length, or a larger GPU.")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_posswap.comparison import EvalSettings, Evaluation
     from hf_posswap.utils.progress import Reporter
 
+PYTHON = "python"
+"""Names the running Python's own sources and documentation, as in `data.sources`."""
 _ABSOLUTE = re.compile(r"([^/\\~]*=)?((?:[/~]|[A-Za-z]:\\).*?)(\+[^/\\]*)?")
 Lengths = Annotated[
     str | None,
@@ -47,8 +49,9 @@ Text = Annotated[
     typer.Option(
         "--text",
         metavar="PATH_OR_ID",
-        help="Text files, folders of them, .jsonl or .parquet, or a data set on the Hub as org/name or org/name:split. "
-        "Repeatable. Default: the documentation of this Python installation.",
+        help="Text to measure on: files, folders of them, .jsonl or .parquet, a folder of Dataset.save_to_disk, or a "
+        "data set on the Hub as org/name or org/name:split. Repeatable. python: the sources and documentation of this "
+        "Python installation, their held-out part.",
         show_default=False,
     ),
 ]
@@ -93,7 +96,9 @@ def evaluate(
     max_length: MaxLength = None,
     base: Annotated[
         str | None,
-        typer.Option(metavar="ID_OR_PATH", help="Compare MODEL with this one.", show_default=False),
+        typer.Option(
+            "--baseline", "--base", metavar="ID_OR_PATH", help="Compare MODEL with this one.", show_default=False
+        ),
     ] = None,
     lengths: Lengths = None,
     metrics: Metrics = None,
@@ -118,12 +123,13 @@ def evaluate(
     uncertainty, and there is no verdict if there is too little text. Ctrl-C keeps finished units in DIR; the same
     command resumes from them.
 
-    Example: posswap eval gpt2-rope --base gpt2 --text books/ -o results
+    Example: posswap eval gpt2-rope --baseline gpt2 --text books/ -o results
     """
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
     source, base_source = source_of(model), None if base is None else source_of(base)
     chosen = None if scheme is None else make_scheme(scheme)
+    documents_source = requested_text(text)
     with quiet_library():
         from hf_posswap.comparison import Candidate, compare
 
@@ -131,7 +137,7 @@ def evaluate(
         first = [Candidate(base_source or source, name="base")] if base_source or chosen else []
         evaluation = compare(
             [*first, Candidate(source, chosen, max_length=max_length)],
-            documents=text,
+            documents=documents_source,
             tokenizer=tokenizer,
             out=out,
             settings=settings,
@@ -143,6 +149,24 @@ def evaluate(
             **placing(device, dtype),
         )
     show_evaluation(evaluation, json)
+
+
+def requested_text(text: list[Path] | None) -> list[Path] | None:
+    """Return the paths that --text names; None: Python's own text, which was asked for as `python`.
+
+    Raises:
+        OptionError: no text is given, or `python` and others.
+    """
+    if not text:
+        raise OptionError(
+            f"there is no text to measure on: give --text books/ (files or folders, or org/name of a data set on the "
+            f"Hub). --text {PYTHON} measures on the sources and documentation of this Python installation."
+        )
+    if Path(PYTHON) not in text:
+        return text
+    if len(text) > 1:
+        raise OptionError(f"--text {PYTHON} goes alone: measure on other texts in a second run, or give ./{PYTHON}.")
+    return None
 
 
 def eval_settings(

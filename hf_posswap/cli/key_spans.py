@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import Model, TrustRemoteCode, source_of
-from hf_posswap.cli.evaluating import Column, Device, Documents, Dtype, Text, Tokenizer, placing
+from hf_posswap.cli.evaluating import Column, Device, Documents, Dtype, Text, Tokenizer, placing, requested_text
 from hf_posswap.cli.output import quiet_library, show_lines
 from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import DataError, OptionError, PositionRangeError
@@ -48,14 +48,15 @@ def key_spans(
     """
     source = source_of(model)
     _check_numbers(length, short, stride, documents, gain, limit)
+    documents_source = requested_text(text)
     with quiet_library():
         from hf_posswap.comparison.documents import check_paths
         from hf_posswap.evaluation.longppl import find_key_spans
 
-        check_paths(text)
+        check_paths(documents_source)
         target = checked_file(out)
         placement = placing(device, dtype) | {TRUST: trust_remote_code}
-        subject, tokens = _prepare(source, text, column, documents, length, tokenizer, placement)
+        subject, tokens = _prepare(source, documents_source, column, documents, length, tokenizer, placement)
         how = {"short": short, "stride": stride, "gain": gain, "limit": limit}
         spans = find_key_spans(subject.scorer, subject.name, list(tokens), **how)  # type: ignore[arg-type]
         count = sum(stop - start for document in spans.spans for start, stop in document)

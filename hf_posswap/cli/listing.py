@@ -198,7 +198,7 @@ def _mechanism(family: Any) -> str:
 
 
 @contextmanager
-def _warnings_off() -> Iterator[None]:
+def warnings_off() -> Iterator[None]:
     """Silence warnings inside the block: transformers and torch warn about the sizes of tiny models."""
     from transformers.utils import logging
 
@@ -214,7 +214,7 @@ def _classes(json: bool) -> None:
     """Show the census of transformers' language model classes."""
     from hf_posswap.patching.inspect.census import ASKED, census
 
-    with quiet_library(), _warnings_off():
+    with quiet_library(), warnings_off():
         entries = census()
     if json:
         return show_json([entry.to_dict() for entry in entries])

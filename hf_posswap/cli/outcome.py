@@ -95,6 +95,11 @@ def note_interrupts() -> None:
         signal.signal(signal.SIGINT, _interrupt)
 
 
+def was_interrupted() -> bool:
+    """Return whether Ctrl-C was pressed since `note_interrupts`."""
+    return _interrupted.is_set()
+
+
 def _interrupt(number: int, frame: Any) -> None:
     _interrupted.set()
     signal.default_int_handler(number, frame)

@@ -9,7 +9,7 @@ import typer
 
 from hf_posswap.cli.arguments import Json
 from hf_posswap.cli.completing import recipe_names
-from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
+from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.errors import OptionError
 from hf_posswap.utils.user_paths import expand_home
 
@@ -61,7 +61,10 @@ def recipes(
 
 
 def _as_json(recipe: Any) -> dict[str, Any]:
-    header = {key.lower(): text for key, text in recipe.header.items()}
+    header: dict[str, Any] = {key.lower(): text for key, text in recipe.header.items()}
+    if recipe.trains:
+        old, new, tokens, loads_with = recipe.swap
+        header["swap"] = {"from": old, "to": new, "tokens": tokens, "loads_with": loads_with}
     return {"name": recipe.name, "trains": recipe.trains, **header, "file": str(recipe.path), "text": recipe.text}
 
 
@@ -72,14 +75,12 @@ def _show_copied(copied_files: list[Path], *, trains: bool) -> None:
         show_text(f"Run it with: posswap train {first}")
 
 
-def _described(header: dict[str, str]) -> str:
-    purpose, cost = header["Purpose"], header.get("Cost")
-    return purpose if cost is None else f"{purpose} Cost: {cost}"
-
-
 def _show_list(listed: dict[str, Any]) -> None:
-    show_pairs((name, _described(recipe.header)) for name, recipe in listed.items() if recipe.trains)
-    show_text("")
+    rows = [(name, *recipe.swap) for name, recipe in listed.items() if recipe.trains]
+    show_table(["recipe", "from", "to", "tokens", "loads with"], rows)
+    show_text("", "stock: stock transformers loads the result. plugin: it needs hf_posswap, or trust_remote_code.")
+    show_text("tokens: of the recipe's steps with one process; training.max_steps changes them.", "")
     show_pairs((name, r.header["Purpose"]) for name, r in listed.items() if not r.trains)
-    show_text("", "posswap recipes NAME prints one, with its source and how it is run; --copy writes it to be changed.")
-    show_text("posswap train NAME model.name=MODEL runs it; posswap train --keys lists what can be set.")
+    show_text("", "posswap recipes NAME prints one: its purpose, source, command, cost and expected result.")
+    show_text("posswap recipes NAME --copy copies it for editing; posswap train --keys lists what can be set.")
+    show_text("posswap train NAME model.name=MODEL data.sources.0.path=books runs it.")

@@ -19,7 +19,7 @@ from hf_posswap.cli.attention import (
     draw_attention_of,
 )
 from hf_posswap.cli.completing import scheme_names
-from hf_posswap.cli.evaluating import Device, Text
+from hf_posswap.cli.evaluating import Device, Text, requested_text
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import DataError
 from hf_posswap.utils.user_paths import expand_home
@@ -63,10 +63,10 @@ def show(
     model: OfModel = None,
     heads: Annotated[int, typer.Option(metavar="N", help="Attention heads.")] = 8,
     dim: Annotated[int, typer.Option(metavar="N", help="Dimensions of a head.")] = 64,
-    length: Annotated[int, typer.Option(metavar="N", help="Original window in tokens.")] = 512,
+    window: Annotated[int, typer.Option("--window", "--length", metavar="N", help="Original window in tokens.")] = 512,
     factor: Factor = 4.0,
     dark: Dark = False,
-    beside: AlsoDraw = None,
+    also: AlsoDraw = None,
     layers: Layers = False,
     lengths: Lengths = None,
     text: Text = None,
@@ -92,19 +92,20 @@ def show(
     parsed = [make_scheme(scheme) for scheme in chosen]
     draws_attention, other_pictures = ATTENTION in pictures, [name for name in pictures if name != ATTENTION]
     check_attention_options(
-        draws_attention, model, {"--beside": beside, "--layers": layers, "--lengths": lengths, "--text": text}
+        draws_attention, model, {"--also": also, "--layers": layers, "--lengths": lengths, "--text": text}
     )
+    documents_source = requested_text(text) if draws_attention else None
     drawn: list[Drawn] = []
     with quiet_library():
         from hf_posswap.plotting import draw_positions
 
         if other_pictures or not draws_attention:
-            shape = _shape(model, heads, dim, length, trust_remote_code)
+            shape = _shape(model, heads, dim, window, trust_remote_code)
             drawn += draw_positions(parsed, folder, pictures=other_pictures, factor=factor, dark=dark, **shape)
         if draws_attention and model is not None:
             drawn += draw_attention_of(
-                model, chosen, beside or [], folder, lengths=lengths, documents=text, limit=documents, factor=factor,
-                by_layer=layers, dark=dark, device=device, trust_remote_code=trust_remote_code,
+                model, chosen, also or [], folder, lengths=lengths, documents=documents_source, limit=documents,
+                factor=factor, by_layer=layers, dark=dark, device=device, trust_remote_code=trust_remote_code,
             )  # fmt: skip
     return show_json([_plain(sheet) for sheet in drawn]) if json else _show(drawn)
 

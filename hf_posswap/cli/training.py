@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from json import dumps as dump_json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_posswap.cli.arguments import TrustRemoteCode
 from hf_posswap.cli.completing import training_names
 from hf_posswap.cli.dry_running import run_dry, show_dry_run
+from hf_posswap.cli.evaluating import progress as progress_on_stderr
 from hf_posswap.cli.fields import format_value
+from hf_posswap.cli.outcome import was_interrupted
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
 from hf_posswap.utils.docstrings import attribute_docs
+from hf_posswap.utils.printable import printable
+
+if TYPE_CHECKING:
+    from hf_posswap.training.config import Recipe
 
 _SETTING = re.compile(r"[\w.\[\]]*=")
 """The start of KEY=VALUE; a file may have = in its path, but after a slash."""
@@ -32,6 +40,26 @@ def train(
             "model.name=my-llama training.max_steps=500. --keys lists the keys.",
             show_default=False,
             autocompletion=training_names,
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="PATH_OR_ID",
+            help="Text to train on, as data.sources.0.path: files, folders of them, .jsonl or .parquet, a folder of "
+            "Dataset.save_to_disk, or a data set on the Hub. Repeatable. python: the sources and documentation of this "
+            "Python installation.",
+            show_default=False,
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length",
+            metavar="N",
+            help="Tokens that the swapped model should read, as swap.max_length.",
+            show_default=False,
         ),
     ] = None,
     config: Annotated[
@@ -87,7 +115,7 @@ def train(
     pictures, the report, and the finished model. On several GPUs: posswap recipes accelerate/ddp --copy, then
     accelerate launch --config_file ddp.yaml -m hf_posswap train RECIPE ... It needs the extra "train".
 
-    Example: posswap train yarn model.name=my-llama data.length=8192 out=my-run
+    Example: posswap train yarn model.name=my-llama --text books/ data.length=8192 out=my-run
 
     Example: posswap train yarn model.name=my-llama data.length=8192 --dry-run --gpu h100 --accelerate fsdp2
     """
@@ -99,6 +127,7 @@ def train(
     if dry_run and show:
         raise ConfigError("--show and --dry-run exclude each other: give one of them.")
     chosen, changes = _recipe_and_changes(config, settings or [])
+    changes += _as_settings(changes, text or [], max_length)
     progress = console()  # on stdout, which the block below redirects
     with quiet_library():
         from hf_posswap.adapting import run_recipe
@@ -109,16 +138,48 @@ def train(
         trusted = ["model.trust_remote_code=true"] if trust_remote_code else []
         recipe = load_recipe(chosen, [*changes, *trusted])
         if dry_run:
-            reporter = None if json else Reporter(progress)
+            reporter = None if json else progress_on_stderr()
             report = run_dry(recipe, reporter, gpu=gpu, accelerate=accelerate, processes=processes)
         elif not show:
-            finished = run_recipe(recipe, reporter=Reporter(progress))
+            with _telling_what_is_saved(recipe):
+                finished = run_recipe(recipe, reporter=Reporter(progress))
     if dry_run:
         show_dry_run(report, json=json)
     elif show:
         show_json(to_dict(recipe))
     elif int(os.environ.get("RANK", "0")) == 0:
         show_text("", f"Saved to {finished.model}; the report is {finished.folder / 'report.md'}.")
+
+
+def _as_settings(settings: list[str], text: list[str], max_length: int | None) -> list[str]:
+    """Return --text and --max-length as the KEY=VALUE that they stand for.
+
+    Raises:
+        ConfigError: one of them is given both ways.
+    """
+    for option, key, is_given in (
+        ("--text", "data.sources", bool(text)),
+        ("--max-length", "swap.max_length", max_length is not None),
+    ):
+        doubled = [setting for setting in settings if is_given and re.match(rf"{re.escape(key)}\b", setting)]
+        if doubled:
+            raise ConfigError(f"{option} sets {key}, and so does {doubled[0]!r}: give one of them.")
+    given = [f"data.sources={dump_json([{'path': path} for path in text])}"] if text else []
+    return [*given, *([f"swap.max_length={max_length}"] if max_length is not None else [])]
+
+
+@contextmanager
+def _telling_what_is_saved(recipe: Recipe) -> Iterator[None]:
+    """After Ctrl-C inside the block, print on stderr what is saved and how it resumes, on the main process."""
+    try:
+        yield
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt) or was_interrupted()
+        if interrupted and os.environ.get("RANK", "0") == "0":
+            from hf_posswap.training.engine.interrupted import resume_note
+
+            typer.echo(printable(resume_note(recipe)), err=True)
+        raise
 
 
 def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str | Path, list[str]]:

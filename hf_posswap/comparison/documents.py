@@ -14,7 +14,7 @@ import numpy as np
 from hf_posswap.comparison.hub_text import stream_documents
 from hf_posswap.comparison.joining import WHOLE, cut_documents
 from hf_posswap.errors import DataError, OptionError
-from hf_posswap.text.files import GIVE, file_documents, files_below, row_documents
+from hf_posswap.text.files import file_documents, files_below, row_documents
 from hf_posswap.text.hub import HubText, hub_text, require_datasets
 from hf_posswap.text.stdlib import Document, python_corpus
 from hf_posswap.utils.naming import public_name
@@ -65,8 +65,9 @@ def read_documents(
     Args:
         source: None: the held-out part of the running Python's own sources and documentation. A path or a list of
             paths: .txt, .md, .rst and .py files are one document each, .jsonl and .json lines and .parquet rows one
-            each, folders are read recursively; "org/name" or "org/name:split" is a data set on the Hub, of which only
-            the needed rows are fetched. Otherwise an iterable of strings, or of rows with a text column such as a
+            each, folders are read recursively, a folder of `Dataset.save_to_disk` as its rows ("folder:split" of one
+            with several splits); "org/name" or "org/name:split" is a data set on the Hub, of which only the needed
+            rows are fetched. Otherwise an iterable of strings, or of rows with a text column such as a
             `datasets.Dataset`.
         tokenizer: the models' tokenizer.
         length: tokens of each document.
@@ -109,7 +110,7 @@ def check_paths(source: Any) -> None:
     """Check that the files and folders of `source` exist. It is cheap, so call it before models are loaded.
 
     Raises:
-        DataError: a file or folder does not exist.
+        DataError: a file or folder does not exist, or a folder holds no documents.
         MissingDependencyError: a path is a data set, and the package datasets is not installed.
 
     Example:
@@ -119,8 +120,8 @@ def check_paths(source: Any) -> None:
     for path in (item for item in sources if isinstance(item, Path)):
         if hub_text(path) is not None:
             require_datasets()
-        elif not expand_home(path).exists():
-            raise DataError(f"{path} does not exist; {GIVE}.")
+        else:
+            files_below(path)
 
 
 def _of_paths(paths: Iterable[Path], column: str, stream: Callable[[HubText], list[Document]]) -> list[Document]:

@@ -62,6 +62,17 @@ class SavingTrainer(Trainer):
         left = TorchDynamoPlugin(backend="no")  # for None it asks the launcher's environment
         return {**super()._build_accelerator_args(**kwargs), "dynamo_plugin": left}
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of weights that a checkpoint lacks, but not of those tied to one that it has: it stores one of them.
+
+        Touches `Trainer._issue_warnings_after_load`. Without it a resumed training warns of missing weights that are
+        there.
+        """
+        state, missing = self.model.state_dict(keep_vars=True), set(load_result.missing_keys)
+        loaded = {id(weight) for name, weight in state.items() if name not in missing}
+        absent = [name for name in load_result.missing_keys if id(state.get(name)) not in loaded]
+        super()._issue_warnings_after_load(type(load_result)(absent, load_result.unexpected_keys))
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self.write_model_files(output_dir, state_dict)
 

@@ -1,4 +1,4 @@
-"""Documents from files and folders of text, JSON lines and parquet, one after another."""
+"""Documents from files and folders of text, JSON lines, parquet and saved data sets, one after another."""
 
 from __future__ import annotations
 
@@ -9,27 +9,42 @@ from typing import Any
 
 from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text.hub import ROW_FILES, TEXT_FILES
+from hf_posswap.text.saved import saved_data_set, saved_rows
 from hf_posswap.text.stdlib import Document
 from hf_posswap.utils.user_paths import expand_home
 
 _ABOUT = "readme"
 """A folder's README describes its documents, and is not one of them."""
-GIVE = "give text files, a folder of them, .jsonl or .parquet, or org/name of a data set on the Hub"
+GIVE = (
+    "give text files, a folder of them, .jsonl or .parquet, a folder of Dataset.save_to_disk, or org/name of a data "
+    "set on the Hub"
+)
 
 
-def files_below(path: Path) -> list[Path]:
+def files_below(path: Path, splits: tuple[str, ...] = ()) -> list[Path]:
     """Return `path` itself, or the document files in and below that folder, sorted by name.
 
-    A README in a folder (README.md, readme.txt, ...) is skipped; given by itself it is a document.
+    A README in a folder (README.md, readme.txt, ...) is skipped; given by itself it is a document. The folder of a
+    saved data set is one "file".
+
+    Args:
+        path: a file, a folder, or "folder:split" of a saved `DatasetDict`.
+        splits: splits of a saved `DatasetDict` to take, in this order, if `path` names none.
 
     Raises:
-        DataError: it does not exist.
+        DataError: it does not exist, or holds no document file.
     """
+    saved = saved_data_set(path, splits)
+    if saved is not None:
+        return [saved]
     path = expand_home(path)
     if path.is_dir():
         suffixes = (*TEXT_FILES, ".jsonl", ".parquet")
         files = (file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        return sorted(file for file in files if file.stem.lower() != _ABOUT)
+        documents = sorted(file for file in files if file.stem.lower() != _ABOUT)
+        if not documents:
+            raise DataError(f"{path} holds no document: no file in or below it ends in {', '.join(suffixes)}; {GIVE}.")
+        return documents
     if not path.is_file():
         raise DataError(f"{path} does not exist; {GIVE}.")
     return [path]
@@ -39,12 +54,13 @@ def file_documents(path: Path, column: str) -> Iterator[Document]:
     """Yield the documents of one file: a text file is one document, a file of rows has one per row.
 
     Args:
-        path: a .txt, .md, .rst, .py, .jsonl, .json (one object per line) or .parquet file.
+        path: a .txt, .md, .rst, .py, .jsonl, .json (one object per line) or .parquet file, or the folder of a saved
+            data set.
         column: the text column of rows.
 
     Raises:
         DataError: it is empty, of an unknown kind or cannot be read, or a row has no text.
-        MissingDependencyError: a parquet file needs the package datasets.
+        MissingDependencyError: a parquet file or a saved data set needs the package datasets.
     """
     some = False
     for document in _of_file(path, column):
@@ -73,6 +89,8 @@ def row_documents(rows: Iterable[Any], name: str, column: str) -> Iterator[Docum
 
 
 def _of_file(path: Path, column: str) -> Iterator[Document]:
+    if path.is_dir():
+        return row_documents(saved_rows(path), path.name, column)
     if path.suffix == ".parquet":
         return row_documents(_parquet(path), path.name, column)
     if path.suffix in ROW_FILES:

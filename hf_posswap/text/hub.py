@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.text.saved import is_saved
 from hf_posswap.text.stdlib import Document
 from hf_posswap.utils.format import said_by
 
@@ -37,14 +38,17 @@ class HubText:
 def hub_text(path: str | Path) -> HubText | None:
     """Return the data set named by "org/name" or "org/name:split", or None for a path.
 
-    An existing file or folder is a path, and so is a name with the suffix of a text file.
+    An existing file or folder is a path, and so are a folder of `save_to_disk` with a split behind it, and a name with
+    the suffix of a text file.
 
     Example:
         >>> hub_text("deepmind/pg19:test"), hub_text("books/emma.txt"), hub_text("./books")
         (HubText(name='deepmind/pg19', split='test'), None, None)
     """
     match = _ID.fullmatch(str(path))
-    if match is None or Path(path).exists() or Path(path).suffix in (*TEXT_FILES, *ROW_FILES):
+    if match is None or Path(path).suffix in (*TEXT_FILES, *ROW_FILES):
+        return None
+    if Path(path).exists() or is_saved(Path(match["name"])):
         return None
     return HubText(match["name"], match["split"])
 

@@ -11,7 +11,7 @@ from hf_posswap.cli import app
 
 ABSENT = "nobody/nothing"  # a Hub id: tests run offline, where looking for it fails with an error of its own
 SEARCH = ["search", ABSENT, "--text", "TEXT", "--factor", "4", "-o", "OUT.json"]
-SPANS = ["key-spans", ABSENT, "--length", "100", "--short", "20", "--stride", "5"]
+SPANS = ["key-spans", ABSENT, "--text", "python", "--length", "100", "--short", "20", "--stride", "5"]
 LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
 
 
@@ -22,15 +22,22 @@ LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
         (["patch", ABSENT, "rope", "--max-length", "0", "-o", "OUT"], LENGTH),
         (["patch", ABSENT, "rope:base=-1", "-o", "OUT"], "base must be a finite number"),
         (["patch", ABSENT, "rope", "-o", "TEXT"], "is a file; give a folder that is new or empty"),
-        (["eval", ABSENT, "rope", "--max-length", "0"], LENGTH),
-        (["eval", ABSENT, "--out", "TEXT"], "it is a file. Choose another."),
-        (["eval", ABSENT, "--metrics", "longppl", "--key-spans", "absent.json"], "absent.json"),
-        (["eval", ABSENT, "--lengths", "0"], "lengths are numbers of at least 2 tokens"),
+        (["eval", ABSENT, "rope", "--max-length", "0", "--text", "TEXT"], LENGTH),
+        (["eval", ABSENT, "--out", "TEXT", "--text", "TEXT"], "it is a file. Choose another."),
+        (["eval", ABSENT, "--metrics", "longppl", "--key-spans", "absent.json", "--text", "TEXT"], "absent.json"),
+        (["eval", ABSENT, "--lengths", "0", "--text", "TEXT"], "lengths are numbers of at least 2 tokens"),
         (["eval", ABSENT, "--text", "absent.txt"], "absent.txt does not exist"),
-        (["compare", ABSENT, "+rope", "--max-length", "0"], LENGTH),
-        (["compare", ABSENT, "+rope", "--out", "TEXT"], "it is a file. Choose another."),
+        (["eval", ABSENT, "--text", "NO_TEXT"], "holds no document: no file in or below it ends in .txt"),
+        (["eval", ABSENT], "there is no text to measure on: give --text books/"),
+        (["eval", ABSENT, "--text", "python", "--text", "TEXT"], "--text python goes alone"),
+        (["compare", ABSENT, "+rope"], "--text python measures on the sources and documentation of this Python"),
+        (["compare", ABSENT, "+rope", "--text", "NO_TEXT"], "holds no document: no file in or below it ends in .txt"),
+        (["key-spans", ABSENT, "--length", "100", "--short", "20", "--stride", "5", "-o", "OUT"], "give --text books/"),
+        (["show", "rope", "--model", ABSENT, "--picture", "attention", "-o", "OUT"], "give --text books/"),
+        (["compare", ABSENT, "+rope", "--max-length", "0", "--text", "TEXT"], LENGTH),
+        (["compare", ABSENT, "+rope", "--out", "TEXT", "--text", "TEXT"], "it is a file. Choose another."),
         (["compare", ABSENT, "+rope", "--against", "x"], "unknown baseline model 'x'"),
-        (["compare", ABSENT, "+rope", "--metrics", "ppl"], "unknown metric 'ppl'"),
+        (["compare", ABSENT, "+rope", "--metrics", "ppl", "--text", "TEXT"], "unknown metric 'ppl'"),
         (["lm-eval", ABSENT, "--tasks", "none.yaml"], "no such file of a task: none.yaml"),
         (["lm-eval", ABSENT, "rope", "--tasks", "none.yaml", "--max-length", "0"], LENGTH),
         (["lm-eval", ABSENT, "--tasks", "none.yaml", "--out", "FOLDER"], "is a folder; give a file"),
@@ -55,7 +62,9 @@ def test_nothing_is_loaded_to_say_it(tmp_path: Path, arguments: list[str], messa
     text.write_text("words")
     folder.mkdir()
     (folder / "kept").touch()
+    (tmp_path / "no-text").mkdir()
     places = {"TEXT": text, "FOLDER": folder, "OUT": tmp_path / "new", "OUT.json": tmp_path / "new.json"}
+    places["NO_TEXT"] = tmp_path / "no-text"
     places["OUT.txt"] = tmp_path / "new.txt"
     done = CliRunner().invoke(app, [str(places.get(word, word)) for word in arguments])
     assert done.exit_code in (2, 4), done.output
@@ -72,7 +81,7 @@ NOWHERE = "~no-such-user/x"
         ["explain", NOWHERE],
         ["patch", ABSENT, "rope", "-o", NOWHERE],
         ["patch", ABSENT, f"{NOWHERE}.json", "-o", "OUT"],
-        ["eval", ABSENT, "--out", NOWHERE],
+        ["eval", ABSENT, "--out", NOWHERE, "--text", "python"],
         ["eval", ABSENT, "--text", NOWHERE],
         ["compare", NOWHERE, ABSENT],
         ["compare", f"a={NOWHERE}", ABSENT],
@@ -85,7 +94,7 @@ NOWHERE = "~no-such-user/x"
         ["show", "rope", "-o", NOWHERE],
         ["recipes", "yarn", NOWHERE, "--copy"],
         ["train", f"{NOWHERE}.yaml"],
-        ["train", "yarn", f"out={NOWHERE}", f"model.name={ABSENT}"],
+        ["train", "yarn", "--text", "python", f"out={NOWHERE}", f"model.name={ABSENT}"],
         ["quickstart", "--out", NOWHERE],
     ],
     ids=lambda part: "-".join(part[:1]),

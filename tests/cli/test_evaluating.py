@@ -62,7 +62,7 @@ def test_eval_prints_a_table_and_goes_on_where_it_stopped(posswap: Posswap, tiny
     ],
 )
 def test_what_is_wrong_is_one_line(tiny: Path, arguments: list[str], code: int, message: str) -> None:
-    done = CliRunner().invoke(app, ["eval", str(tiny), *arguments])
+    done = CliRunner().invoke(app, ["eval", str(tiny), "--text", "python", *arguments])
     assert done.exit_code == code, done.stderr
     assert message in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")

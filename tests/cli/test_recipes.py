@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,14 +32,14 @@ def said(*arguments: str, code: int = 0, columns: int = 80) -> str:
     return done.stderr if code else done.stdout
 
 
-def test_the_list_says_what_each_is_for_and_costs() -> None:
-    shown = said(columns=900)
+def test_the_list_is_a_table_of_the_swap_its_tokens_and_who_loads_the_result() -> None:
+    shown = said(columns=200)
     for name, recipe in shipped_recipes().items():
-        assert says(shown, name + recipe.header["Purpose"])
-        assert not recipe.trains or says(shown, recipe.header["Purpose"] + " Cost: " + recipe.header["Cost"])
+        assert says(shown, name + ("".join(recipe.swap) if recipe.trains else recipe.header["Purpose"]))
+    assert re.search(r"^yarn +RoPE +YaRN +210 M +stock *$", said(columns=80), re.MULTILINE)
     narrow = said(columns=47)
     assert max(map(len, narrow.splitlines())) <= 47
-    assert says(narrow, "learned-to-rope")
+    assert says(narrow, "stock transformers loads the result")
 
 
 def test_the_list_as_json_has_all_parts() -> None:

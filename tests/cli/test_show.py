@@ -81,7 +81,7 @@ def test_attention_is_drawn_before_and_after_the_swap_and_of_others(tmp_path: Pa
             str(base),
             "--picture",
             "attention",
-            "--beside",
+            "--also",
             f"after={tmp_path / 'trained'}",
             "--text",
             str(text),

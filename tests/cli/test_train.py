@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +29,8 @@ from tests.cli.conftest import Posswap, says
 from tests.training.engine_runs import recipe
 from tests.training.tiny_models import tiny
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
 
 
 def test_every_key_is_listed_with_its_meaning() -> None:
@@ -69,6 +75,36 @@ def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap)
 
 
 @pytest.mark.slow
+def test_ctrl_c_tells_what_is_saved_and_the_same_command_tells_where_it_resumes(tmp_path: Path) -> None:
+    path, out = tmp_path / "mine.json", tmp_path / "run"
+    path.write_text(json.dumps(to_dict(recipe(tmp_path, "training.max_steps=100000", "training.save_steps=20"))))
+    command = [sys.executable, "-m", "hf_posswap", "train", str(path)]
+
+    def interrupted(when: Callable[[], bool]) -> tuple[str, str]:
+        with subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True,
+            stdout=(tmp_path / "stdout").open("w"), stderr=(tmp_path / "stderr").open("w"),
+        ) as process:  # fmt: skip
+            deadline = time.monotonic() + 120
+            while not when() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130, (tmp_path / "stderr").read_text()
+        return (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
+
+    _, stderr = interrupted(lambda: (tmp_path / "stdout").stat().st_size > 0 or (out / "recipe.json").exists())
+    assert "Interrupted: nothing is saved yet, and the same command starts again." in stderr
+    assert "A checkpoint is written every 20 steps (training.save_steps)." in stderr
+    _, stderr = interrupted(lambda: any((out / "checkpoints").glob("checkpoint-*")))
+    saved = re.search(r"Interrupted\. Saved: step (\d+) of 100000, in (.*)\. The same command resumes at step", stderr)
+    assert saved is not None, stderr
+    assert Path(saved[2]) == out / "checkpoints" / f"checkpoint-{saved[1]}"
+    stdout, stderr = interrupted(lambda: "resuming" in (tmp_path / "stdout").read_text())
+    assert f"resuming after step {saved[1]} of 100000, from {saved[2]}" in stdout
+    assert "missing keys" not in stderr
+
+
+@pytest.mark.slow
 def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: Path, posswap: Posswap) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(to_dict(recipe(tmp_path, "data.packing=pose", "evaluation.lengths=[32]"))))
@@ -97,6 +133,15 @@ def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: P
         (("yran",), r"unknown recipe 'yran'\. Did you mean 'yarn'\?"),
         (("-c", "yarn", "abf"), r"two recipes: --config yarn, and 'abf', which is no KEY=VALUE"),
         (("yarn", "abf"), r"'abf': expected KEY=VALUE, for example training.max_steps=100"),
+        (
+            ("yarn", "model.name=any"),
+            r"no text to train on: set data.sources.0.path=books; .*path=python trains",
+        ),
+        (
+            ("yarn", "--text", "a", "data.sources.0.path=b"),
+            r"--text sets data.sources, and so does .data.sources.0",
+        ),
+        (("yarn", "--max-length", "9", "swap.max_length=8"), r"--max-length sets swap.max_length, and so does"),
         (("yarn", "training.max_stepz=3"), r"yarn has 1 problem: \(1\) training.max_stepz: no such key. Did you mean"),
     ],
 )
@@ -112,6 +157,14 @@ def test_a_recipe_is_given_by_name_or_path_as_an_argument_or_an_option(given: tu
     assert done.exit_code == 0, done.output
     expected = load_recipe(RECIPES / "yarn.yaml", ["model.name=any", "training.max_steps=70"])
     assert json.loads(done.stdout) == to_dict(expected)
+
+
+def test_options_are_the_keys_that_they_name() -> None:
+    options = ["--text", "my books", "--text", "org/set:train", "--max-length", "4096", "--show"]
+    done = CliRunner().invoke(app, ["train", "yarn", "model.name=any", *options])
+    assert done.exit_code == 0, done.output
+    keys = ["data.sources.0.path=my books", "data.sources.1.path=org/set:train", "swap.max_length=4096"]
+    assert json.loads(done.stdout) == to_dict(load_recipe("yarn", ["model.name=any", *keys]))
 
 
 def test_a_path_with_an_equals_sign_is_no_setting(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_paths_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no document: no file in or below it ends in .txt"):
+        check_paths(tmp_path)
+    (tmp_path / "a.txt").write_text("a text")
     for source in (tmp_path / "none", str(tmp_path / "none"), [tmp_path, tmp_path / "none"]):
         with pytest.raises(DataError, match="none does not exist"):
             check_paths(source)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_posswap.compat import transformers_trainer
@@ -50,6 +52,29 @@ def test_write_checkpoint(trainer: Watched, tmp_path: Path) -> None:
     trainer.train()
     assert trainer.written == ["checkpoint begins", ("files", "checkpoint-1", None), "checkpoint ends"]
     assert (tmp_path / "run" / "checkpoint-1" / "optimizer.pt").is_file()
+
+
+def test_warnings_after_load(
+    trainer: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output weights are tied to the embeddings: a checkpoint stores one of both, the Trainer misses the other."""
+    trainer.train()
+    checkpoint, logger = tmp_path / "run" / "checkpoint-1", logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "propagate", True)
+
+    def resumed(of: type[Trainer]) -> str:
+        caplog.clear()
+        again = of(trainer.model, trainer.args, train_dataset=ROWS)
+        again._load_from_checkpoint(str(checkpoint))
+        return caplog.text
+
+    assert "missing keys" in resumed(Trainer), "stock transformers has mended it: drop the override"
+    assert "missing keys" not in resumed(Watched)
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: weights[name] for name in weights if "ln_f" not in name}, checkpoint / "model.safetensors")
+    text = resumed(Watched)
+    assert "ln_f.weight" in text
+    assert "lm_head" not in text
 
 
 def test_write_model_files(trainer: Watched, tmp_path: Path) -> None:

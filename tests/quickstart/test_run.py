@@ -88,7 +88,17 @@ def test_the_posswap_commands_read_its_folder(finished: QuickstartResult, small:
     posswap("report", finished.out, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == (finished.out / "report.html").read_text()
     models = [f"base={small}", *(finished.out / name / "model" for name in NAMES[1:])]
-    how = ["--lengths", "16,32,64,128", "--metrics", "ppl_prefix,nll_pos", "--documents", "4", "--no-pictures"]
+    how = [
+        "--text",
+        "python",
+        "--lengths",
+        "16,32,64,128",
+        "--metrics",
+        "ppl_prefix,nll_pos",
+        "--documents",
+        "4",
+        "--no-pictures",
+    ]
     again = json.loads(posswap("compare", *models, *how, "--json"))
     for name in NAMES:
         assert again["models"][name]["ppl_prefix"] == finished.results["models"][name]["ppl_prefix"]

@@ -22,7 +22,7 @@ from tests.training.engine_runs import write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "train.py"
-HEADER = ("Purpose:", "Source:", "Launch:", "Cost:", "Expected:")
+HEADER = ("Purpose:", "Swap:", "Source:", "Launch:", "Cost:", "Expected:")
 KINDS = {
     "openai-community/gpt2": "gpt2",
     "huggyllama/llama-7b": "llama",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +23,9 @@ from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart
 from hf_posswap.checkpoints.doctor_checks.record_traps import adapter_findings, record_findings
 from hf_posswap.checkpoints.doctor_checks.rope_traps import rope_findings
 from hf_posswap.checkpoints.exports.claims_table import CLAIMS, filled, is_known
-from hf_posswap.checkpoints.exports.mechanism import position_config_of
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import judge
+from hf_posswap.checkpoints.native.suggesting import RUN_PLUGINS, stock_config
 from hf_posswap.errors import CheckpointError, RecordError, UnsupportedModelError
 from hf_posswap.utils.auto_classes import TRUST
 from hf_posswap.utils.threads import quiet_logger
@@ -99,17 +101,28 @@ def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
         position_config = position_config_of(layout.model.config)
     except (UnsupportedModelError, RecordError, CheckpointError):
         return ()
-    judged = [judge(target, position_config) for target in CLAIMS if is_known(target, position_config)]
-    return tuple(
-        Serving(
-            each.claim.target,
-            each.verdict,
-            each.why,
-            filled(each.claim.command, position_config, chart.source),
-            each.claim.source,
-        )
-        for each in judged
-    )
+    stock = stock_config(layout.model) if position_config.kind == "plugin" else None
+    known = [target for target in CLAIMS if is_known(target, position_config)]
+    return tuple(_served(target, position_config, stock, chart.source) for target in known)
+
+
+def _served(
+    target: str, position_config: PositionConfig, stock: tuple[PositionConfig, str] | None, source: str
+) -> Serving:
+    """Return how the program `target` runs the checkpoint, or else the stock model that `to_native` makes of it."""
+    direct = judge(target, position_config)
+    if stock is not None and direct.verdict == "impossible" and target not in RUN_PLUGINS:
+        config, name = stock
+        converted = judge(target, config) if is_known(target, config) else direct
+        if converted.verdict != "impossible":
+            folder = shlex.quote(f"{source.rstrip('/')}-stock")
+            commands = (
+                f"posswap to-native {shlex.quote(source)} -o {folder} && posswap export {folder} --target {target}"
+            )
+            why = f"as a {name} by posswap to-native: {converted.why}"
+            return Serving(target, converted.verdict, why, commands, converted.claim.source)
+    command = filled(direct.claim.command, position_config, source)
+    return Serving(target, direct.verdict, direct.why, command, direct.claim.source)
 
 
 def _configs(config: dict[str, Any], where: str = "config.json") -> Iterator[tuple[str, dict[str, Any]]]:

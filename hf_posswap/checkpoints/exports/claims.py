@@ -29,8 +29,9 @@ class Claim:
         verdict: "exact": equal to transformers; "approximate": near it, or equal up to some length; "impossible": it
             refuses, or computes something else.
         why: the reason, as text.
-        command: the command, with placeholders {folder}, {length}, {original} (tokens) and {dtype}, and {python} or
-            {inner} for the folder in Python code, plain or between a shell's double quotes; "" if none helps.
+        command: the command, with placeholders {folder}, {length}, {original} (tokens) and {dtype}, {auto} for the
+            Auto class, and {python} or {inner} for the folder in Python code, plain or between a shell's double quotes;
+            "" if none helps.
         engine: the program's version that the claim is about.
         known: "tested": a test runs the program; "run": it was run once, without a test; "read": its code or
             documentation was read, and it was not run.
@@ -121,6 +122,11 @@ def no_rotation(position_config: PositionConfig) -> bool:
     return (
         position_config.rope_type == "proportional" and not position_config.rope.get("partial_rotary_factor", 1.0) > 0
     )
+
+
+def encoder(position_config: PositionConfig) -> bool:
+    """Return whether it is an encoder, which generates no text."""
+    return not position_config.generates
 
 
 def windowed(position_config: PositionConfig) -> bool:

@@ -16,6 +16,7 @@ from hf_posswap.checkpoints.exports.claims import (
     anything,
     both,
     but_not,
+    encoder,
     no_rotation,
     of_model,
     of_type,
@@ -34,7 +35,7 @@ _VERSIONS: dict[tuple[str, Known], str] = {
     ("tgi", "read"): "its documentation",
 }
 _COMMANDS = {
-    "transformers": "hf_posswap.load({python}), or AutoModelForCausalLM.from_pretrained({python})",
+    "transformers": "hf_posswap.load({python}), or {auto}.from_pretrained({python})",
     "vllm": "vllm serve {folder} --max-model-len {length}{dtype}",
     "sglang": "python -m sglang.launch_server --model-path {folder} --context-length {length}",
     "tgi": "text-generation-launcher --model-id {folder} --max-total-tokens {length}",
@@ -255,6 +256,16 @@ SGLANG = (
 )
 
 TGI = (
+    _row(
+        "tgi",
+        "any",
+        "encoders",
+        "impossible",
+        "it generates text, and this model ({architecture}) is an encoder: serve it with text-embeddings-inference "
+        "(posswap export --target tei).",
+        encoder,
+        roads=(),
+    ),
     *_of_all("tgi"),
     _row("tgi", "a table", "all", "exact", _ENDS, table),
     _row(

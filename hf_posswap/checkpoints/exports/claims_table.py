@@ -75,11 +75,34 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
         "model": position_config.model_type,
         "type": position_config.rope_type,
         "problem": position_config.unpaged,
-        "architecture": position_config.architecture,
+        "architecture": position_config.architecture or "its class",
+        "auto": _auto_class(position_config),
         "dtype": " --dtype float32" if position_config.dtype == "float32" else "",
         "checked": "It is, in the exported config." if known else "Whether it is here is unknown: check it.",
     }
     return text.format(**values)
+
+
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForPreTraining": "AutoModelForPreTraining",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMultipleChoice": "AutoModelForMultipleChoice",
+}
+"""By the end of a class's name, the Auto class that loads it with its head."""
+
+
+def _auto_class(position_config: PositionConfig) -> str:
+    """Return the name of the Auto class that loads the checkpoint with its head."""
+    if not position_config.architecture:
+        return "AutoModelForCausalLM" if position_config.generates else "AutoModel"
+    known = (auto for end, auto in _AUTO_CLASSES.items() if position_config.architecture.endswith(end))
+    return next(known, "AutoModel")
 
 
 def claims_markdown() -> str:
@@ -90,7 +113,7 @@ def claims_markdown() -> str:
     shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
     shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": "", "dtype": ""}
     shown |= {"python": "'DIR'", "inner": "'DIR'"}
-    shown |= {"problem": "it says why", "architecture": "its class"}
+    shown |= {"problem": "it says why", "architecture": "its class", "auto": "AutoModelForCausalLM"}
     for target, claims in CLAIMS.items():
         for claim in claims:
             why = claim.why.format(**shown).strip()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hf_posswap.compat.transformers_auto import class_names
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.rope_config import parameters_of, reaching
 from hf_posswap.patching.inspect.describe import model_class_of
@@ -14,6 +15,8 @@ from hf_posswap.patching.inspect.recorded import recorded_plan
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
 
 Kind = Literal["plugin", "table", "rope"]
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""The ends of the names of transformers' classes that generate text."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class PositionConfig:
             installed, as the rest of a sentence; None: it can.
         dtype: of the weights, as the config names it; None where it names none.
         architecture: the class that config.json names; "" where it names none.
+        generates: whether it predicts next tokens; False: an encoder, whatever its head.
         rope_set: the layer type of `rope`, where each layer type has its own rope parameters (Gemma 3, ModernBERT); "":
             all layers.
     """
@@ -53,6 +57,7 @@ class PositionConfig:
     dtype: str | None = None
     architecture: str = ""
     rope_set: str = ""
+    generates: bool = True
 
     @property
     def rope_type(self) -> str:
@@ -134,7 +139,18 @@ def position_config_of(config: Any) -> PositionConfig:
         str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
         next(iter(getattr(config, "architectures", None) or ()), ""),
         "" if plugin else rope_set,
+        _generates(config, model_type),
     )
+
+
+def _generates(config: Any, model_type: str) -> bool:
+    """Return whether the model predicts next tokens, by the class that its config names, else by its model type."""
+    if config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        return True
+    architecture = next(iter(getattr(config, "architectures", None) or ()), "")
+    if architecture.endswith(_GENERATING):
+        return True
+    return model_type not in class_names("MASKED_LM")
 
 
 def _rope_set(config: Any) -> str:

@@ -8,9 +8,31 @@ from typing import Any
 
 import torch
 
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.native.convert import CONVERSIONS
+from hf_posswap.errors import PosswapError
+from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.record.model_class import swapped_class
+
+RUN_PLUGINS = ("transformers", "onnx", "torch", "sentence-transformers")
+"""The programs that also run models that need hf_posswap, as they are."""
+
+
+def stock_config(model: Any) -> tuple[PositionConfig, str] | None:
+    """Return the positions of the first stock class that may compute the swapped `model`, and its name; None: none.
+
+    It is not verified here: `posswap to-native` compares outputs before it writes.
+    """
+    for sources, build in CONVERSIONS.values():
+        if sources is not None and model.config.model_type not in sources:
+            continue
+        try:
+            blueprint = build(model, swap_plan(model))
+        except (PosswapError, NotImplementedError, RuntimeError):  # not exact, or it needs the weights' values
+            continue
+        return position_config_of(blueprint.config), str(blueprint.model_class.__name__)
+    return None
 
 
 def stock_instead(folder: Path, *, in_memory: bool, trust_remote_code: bool = False) -> tuple[str, ...]:

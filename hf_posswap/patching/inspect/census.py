@@ -11,7 +11,7 @@ from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import FAMILIES
 from hf_posswap.families.locating import locate
 from hf_posswap.families.refused import REFUSED
-from hf_posswap.patching.inspect.describe import describe_positions
+from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.schemes.base import schemes_for
 from hf_posswap.testing.tiny import language_models, tiny_model
@@ -50,13 +50,14 @@ class ClassEntry:
         return asdict(self) | {"model_types": list(self.model_types), "supported": self.supported}
 
 
-def census(names: Iterable[str] | None = None) -> list[ClassEntry]:
+def census(names: Iterable[str] | None = None, *, every_scheme: bool = False) -> list[ClassEntry]:
     """Return an entry for each class that transformers' Auto maps name for causal, masked and seq2seq language models.
 
     Each class is built tiny, on the meta device, and swaps are planned for it; nothing is downloaded or run.
 
     Args:
         names: of the classes; None: all of them.
+        every_scheme: plan every scheme that suits a class, with example options; otherwise those in `ASKED`.
 
     Example:
         >>> entry = census(["LlamaForCausalLM"])[0]
@@ -64,7 +65,34 @@ def census(names: Iterable[str] | None = None) -> list[ClassEntry]:
         ('rotary', {'rope': 'native', 'yarn': 'native', 'alibi': 'plugin', 'nope': 'native'})
     """
     types_of = language_models()
-    return [_entry(name, types_of.get(name, ())) for name in sorted(types_of if names is None else names)]
+    return [_entry(name, types_of.get(name, ()), every_scheme) for name in sorted(types_of if names is None else names)]
+
+
+def classes_named(part: str) -> list[str]:
+    """Return the classes whose name, model type or family contains `part`, whatever its case, hyphens and underscores.
+
+    Example:
+        >>> classes_named("gpt-neox-jap")
+        ['GPTNeoXJapaneseForCausalLM']
+    """
+    wanted = _folded(part)
+    types_of = language_models()
+    matching = {name for name, types in types_of.items() if any(wanted in _folded(word) for word in (name, *types))}
+    of_family = [
+        model_type for name, family in FAMILIES.items() if wanted in _folded(name) for model_type in family.model_types
+    ]
+    matching |= {name for name, types in types_of.items() if set(types) & set(of_family)}
+    return sorted(matching) if wanted else []
+
+
+def known_names() -> list[str]:
+    """Return the model types and families by which `classes_named` finds classes."""
+    types = {model_type for types in language_models().values() for model_type in types}
+    return sorted(types | {name for name, _ in FAMILIES.items()})
+
+
+def _folded(name: str) -> str:
+    return name.casefold().replace("-", "").replace("_", "")
 
 
 def image_classes() -> list[str]:
@@ -86,7 +114,7 @@ def image_classes() -> list[str]:
     return sorted(names)
 
 
-def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
+def _entry(name: str, model_types: tuple[str, ...], every_scheme: bool) -> ClassEntry:
     try:
         model = tiny_model(name)
     except Exception as error:  # arbitrary code of the class
@@ -99,7 +127,7 @@ def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
         return ClassEntry(name, model_types, None, None, {}, _reason(error, model))
     routes: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    for scheme, options in _schemes_to_plan(model).items():
+    for scheme, options in _schemes_to_plan(model, every_scheme).items():
         try:
             routes[scheme] = str(plan_swap(model, scheme, **options).route)
         except UnsupportedSwapError as error:
@@ -109,9 +137,12 @@ def _entry(name: str, model_types: tuple[str, ...]) -> ClassEntry:
     return ClassEntry(name, model_types, family, native, routes, why or None)
 
 
-def _schemes_to_plan(model: Any) -> dict[str, dict[str, Any]]:
+def _schemes_to_plan(model: Any, every_scheme: bool) -> dict[str, dict[str, Any]]:
     """Return the schemes to plan for `model`, with their options."""
-    images = locate(model).main.inputs == "images"
+    sites = locate(model)
+    images = sites.main.inputs == "images"
+    if every_scheme:
+        return {name: stand_ins(name, sites.geometry) for name in schemes_for(sites.main.inputs)}
     return dict.fromkeys(schemes_for("images"), {}) if images else ASKED
 
 

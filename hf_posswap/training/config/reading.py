@@ -24,6 +24,8 @@ _ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
 """Keys, and the arguments that are dropped when the key's value changes."""
 _FIRST = ("swap.scheme=", "training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
 _SCHEME = "scheme"
+_LISTS = ("sources", "stages")
+"""Keys whose values are lists of mappings; KEY.0.SUB=VALUE begins one that no file has."""
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -173,8 +175,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if key == _SCHEME and takes_fields(old) and isinstance(value, Mapping):
             old = scheme_mapping(old)
-        if isinstance(old, list) and isinstance(value, Mapping):
-            merged[key] = _with_items(old, value, key)
+        if isinstance(value, Mapping) and (isinstance(old, list) or (old is None and key in _LISTS)):
+            merged[key] = _with_items(old or [], value, key)
             continue
         is_another = isinstance(value, Mapping) and isinstance(old, Mapping) and _renames(old, value)
         are_mappings = isinstance(old, Mapping) and isinstance(value, Mapping) and not is_another
@@ -183,12 +185,16 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[Any]:
-    """Return `items` with those replaced or merged that `changes` names by index, from 0."""
+    """Return `items` with those replaced or merged that `changes` names by index, from 0; the next index adds one."""
     changed = list(items)
     for number, value in changes.items():
-        index = _list_index(number, items)
+        index = _list_index(number, changed)
         if index is None:
-            raise ConfigError(f"{key}.{printable(number, 200)}: expected the number of an item, 0 to {len(items) - 1}.")
+            known = f"the number of an item, 0 to {len(changed) - 1}, or {len(changed)}" if changed else "0"
+            raise ConfigError(f"{key}.{printable(number, 200)}: expected {known} for a new one.")
+        if index == len(changed):
+            changed.append(value)
+            continue
         old = changed[index]
         are_mappings = isinstance(old, Mapping) and isinstance(value, Mapping)
         changed[index] = merge(old, value) if are_mappings else value
@@ -196,9 +202,9 @@ def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[
 
 
 def _list_index(number: object, items: list[Any]) -> int | None:
-    """Return the index into `items` that the key `number` means; None if it is not one."""
+    """Return the index into `items` that the key `number` means, or the index behind the last; None: neither."""
     text = str(number)
-    known = text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(items)
+    known = text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= len(items)
     return int(text) if known else None
 
 
@@ -211,7 +217,7 @@ def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return `values` with each of `settings`, KEY.SUB=VALUE, applied; a VALUE is read as YAML.
 
-    Items of a list are named by index: stages.0.length=64.
+    Items of a list are named by index: stages.0.length=64; the index behind the last item adds one.
 
     Raises:
         ConfigError: a setting is not KEY=VALUE, is not YAML, or names a key below a value that has none.
@@ -221,6 +227,8 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
         {'training': {'max_steps': 20}, 'data': {'length': 64}}
         >>> override({"stages": [{"max_steps": 1}, {"max_steps": 2}]}, ["stages.1.max_steps=5"])
         {'stages': [{'max_steps': 1}, {'max_steps': 5}]}
+        >>> override({}, ["data.sources.0.path=books", "data.sources.1.path=essays"])
+        {'data': {'sources': [{'path': 'books'}, {'path': 'essays'}]}}
     """
     changed = dict(values)
     problems = []
@@ -247,7 +255,7 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for number, key in enumerate(keys[:-1]):
         if isinstance(parent, list):
             index = _list_index(key, parent)
-            parent = {} if index is None else parent[index]
+            parent = {} if index is None or index == len(parent) else parent[index]
         else:
             parent = parent.get(key, {})
         if key == _SCHEME and takes_fields(parent):

@@ -20,6 +20,7 @@ CHECKOUT = _PACKAGE.parent / "recipes"
 LAUNCHERS = "accelerate"
 """The folder of files for accelerate launch: they are listed and copied, but are not recipes to train."""
 SUFFIXES = (".yaml", ".yml")
+_SWAP = re.compile(r"(.+?) to (.+), (\S+ M) tokens, (stock|plugin)")
 _SECTION = re.compile(r"# ([A-Z][a-z]+):\s+(.*)")
 
 
@@ -30,8 +31,8 @@ class ShippedRecipe:
     Attributes:
         name: of its file, without the suffix, with the folder below that of the recipes.
         path: of its file.
-        header: sections of its header comment: "Purpose", "Source", "Launch", "Cost", "Expected"; only "Purpose" for
-            a file that is not a recipe to train.
+        header: sections of its header comment: "Purpose", "Swap", "Source", "Launch", "Cost", "Expected"; only
+            "Purpose" for a file that is not a recipe to train.
     """
 
     name: str
@@ -42,6 +43,19 @@ class ShippedRecipe:
     def trains(self) -> bool:
         """Whether `posswap train NAME` runs it."""
         return len(self.header) > 1
+
+    @property
+    def swap(self) -> tuple[str, str, str, str]:
+        """The positions that it starts from, the new ones, the tokens, and "stock" or "plugin": who loads the result.
+
+        Example:
+            >>> shipped_recipe("yarn").swap
+            ('RoPE', 'YaRN', '210 M', 'stock')
+        """
+        match = _SWAP.fullmatch(self.header["Swap"])
+        if match is None:
+            raise ConfigError(f"{shown(self.path)}: the header needs Swap: OLD to NEW, N M tokens, stock or plugin.")
+        return match[1], match[2], match[3], match[4]
 
     @property
     def text(self) -> str:

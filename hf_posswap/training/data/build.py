@@ -15,7 +15,7 @@ from hf_posswap.training.data.masking import Masking, make_masking
 from hf_posswap.training.data.mixing import StepRows
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.settings import DataSettings, Packing
-from hf_posswap.training.data.sources import check_source
+from hf_posswap.training.data.sources import check_sources
 from hf_posswap.training.data.store import TokenStore, token_stores
 from hf_posswap.training.data.telling import Say
 from hf_posswap.training.data.windows import Collate, TokenWindows
@@ -67,6 +67,44 @@ class TokenData:
         return StepRows(self.lengths, self.cut, rows, count)
 
 
+@dataclass(frozen=True)
+class TokenizedText:
+    """The documents of all sources as tokens, not yet cut into windows.
+
+    Attributes:
+        stores: training documents of each source.
+        held_out: held-out documents of each source.
+        masking: of an encoder; None: the model predicts the next token.
+    """
+
+    stores: Sequence[TokenStore]
+    held_out: Sequence[TokenStore]
+    masking: Masking | None
+
+
+def read_text(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, causal: bool, say: Say | None = None
+) -> TokenizedText:
+    """Tokenize the documents of all sources and check that each has a window; no model is needed.
+
+    Arguments and errors are those of `build_data`.
+    """
+    check_sources(settings)
+    masking = None if causal else make_masking(tokenizer, settings.mask_share)
+    folder = cache_folder(settings.cache) / "tokens"
+    stores, held_out = [], []
+    for source in settings.sources:
+        store, held_out_store = token_stores(
+            source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder, say=say
+        )
+        around = 0 if masking is None else masking.around
+        for length in settings.lengths:
+            _cut_documents(store, length, settings.packing, around, source.path)
+        stores.append(store)
+        held_out.append(held_out_store)
+    return TokenizedText(stores, held_out, masking)
+
+
 def build_data(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -90,6 +128,7 @@ def build_data(
         say: shows a progress line now and then if tokenizing takes long; None: nothing is shown.
 
     Raises:
+        ConfigError: there is no source.
         DataError: a source cannot be read or has no window, the window is longer than `scheme_length`, or the
             tokenizer has no mask token for an encoder.
         MissingDependencyError: a source needs the package datasets.
@@ -101,29 +140,19 @@ def build_data(
         >>> from hf_posswap.training import byte_tokenizer
         >>> from hf_posswap.training.data import Source
         >>> with tempfile.TemporaryDirectory() as cache:
-        ...     settings = DataSettings((Source(documents=40),), length=64, packing="pose", cache=Path(cache))
+        ...     settings = DataSettings((Source("python", documents=40),), length=64, packing="pose", cache=Path(cache))
         ...     data = build_data(settings, byte_tokenizer(), causal=True, scheme_length=256)
         ...     data.collate([data.train[0], data.train[1]])["position_ids"].shape
         torch.Size([2, 64])
     """
+    check_sources(settings)
     _check_length(settings, scheme_length)
-    for source in settings.sources:
-        check_source(source)
-    masking = None if causal else make_masking(tokenizer, settings.mask_share)
-    folder = cache_folder(settings.cache) / "tokens"
-    stores, held_out = [], []
-    for source in settings.sources:
-        store, held_out_store = token_stores(
-            source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder, say=say
-        )
-        stores.append(store)
-        held_out.append(held_out_store)
-
+    text = read_text(settings, tokenizer, causal=causal, say=say)
     return cut_data(
         settings,
-        stores,
-        held_out,
-        masking=masking,
+        text.stores,
+        text.held_out,
+        masking=text.masking,
         filler=_filler(tokenizer),
         scheme_length=scheme_length,
         first_position=first_position,
@@ -220,6 +249,12 @@ def _check_length(settings: DataSettings, target: int) -> None:
 
 
 def _cut(store: TokenStore, length: int, packing: Packing, around: int, name: str) -> Cut:
+    cut = _cut_documents(store, length, packing, around, name)
+    return pack_pieces(cut, length, around=around) if packing == "documents" else cut
+
+
+def _cut_documents(store: TokenStore, length: int, packing: Packing, around: int, name: str) -> Cut:
+    """Return the windows of one piece each; raise a DataError if there is none."""
     size = length - around
     jumping = packing in _JUMPING
     if size < LEAST:
@@ -234,7 +269,7 @@ def _cut(store: TokenStore, length: int, packing: Packing, around: int, name: st
             f"{name} has no window for packing {packing!r}: its longest document has {longest} tokens, and "
             f"{size if jumping else LEAST} are needed. Give longer documents or take a smaller length."
         )
-    return pack_pieces(cut, length, around=around) if packing == "documents" else cut
+    return cut
 
 
 def _filler(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,16 +21,17 @@ class Source:
     """Where documents come from.
 
     Attributes:
-        path: "python": the running Python's own sources and documentation. Otherwise a file, or a folder of them:
-            .txt, .md, .rst and .py files are one document each, .jsonl and .json lines and .parquet rows one each; or
-            "org/name" or "org/name:split" of a data set on the Hub.
+        path: a file, or a folder of them: .txt, .md, .rst and .py files are one document each, .jsonl and .json lines
+            and .parquet rows one each. Or a folder of `Dataset.save_to_disk`, "folder:split" if it has several splits;
+            or "org/name" or "org/name:split" of a data set on the Hub; or "python": the running Python's own sources
+            and documentation (a folder of that name is "./python").
         weight: share of the windows that come from here, in proportion to the other sources' weights.
         column: that holds the text of a row.
         documents: most documents to take, in order; None: all.
         streaming: whether a data set on the Hub is read row by row, or downloaded as a whole first.
     """
 
-    path: str = PYTHON
+    path: str = ""
     weight: float = 1.0
     column: str = "text"
     documents: int | None = None
@@ -39,7 +40,7 @@ class Source:
     def __post_init__(self) -> None:
         problems = []
         if not self.path:
-            problems.append("path is a file, a folder, org/name of a data set, or 'python'; got an empty text")
+            problems.append("path is a file, a folder, org/name of a data set, or 'python'; none is given")
         if not (math.isfinite(self.weight) and self.weight > 0):
             problems.append(f"weight is a number above 0, got {self.weight!r}; leave the source out for a share of 0")
         if self.documents is not None and self.documents < 2:
@@ -52,7 +53,7 @@ class DataSettings:
     """What to train on, and how windows are cut from it.
 
     Attributes:
-        sources: where documents come from.
+        sources: where documents come from. There is no default: without one, nothing can be trained.
         length: tokens of a window.
         packing: "none": a window holds tokens of one document, padded where that ends. "documents": as many whole
             documents as fit, with no attention across. "pose": two pieces of one document, as far apart in position as
@@ -67,7 +68,7 @@ class DataSettings:
         mask_share: share of an encoder's tokens to predict.
     """
 
-    sources: tuple[Source, ...] = field(default_factory=lambda: (Source(),))
+    sources: tuple[Source, ...] = ()
     length: int = 512
     packing: Packing = "none"
     cut: tuple[int, ...] = (1,)
@@ -80,8 +81,6 @@ class DataSettings:
         problems = []
         if (problem := cut_problem(self.cut, self.length)) is not None:
             problems.append(f"cut {problem}")
-        if not self.sources:
-            problems.append("sources names at least one source of documents, got none")
         if self.length < _LEAST_LENGTH:
             problems.append(f"length is a whole number of at least {_LEAST_LENGTH} tokens, got {self.length!r}")
         if self.packing not in PACKINGS:

@@ -7,30 +7,58 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.text.files import file_documents, files_below
+from hf_posswap.errors import ConfigError
+from hf_posswap.text.files import GIVE, file_documents, files_below
 from hf_posswap.text.hub import hub_documents, hub_text, require_datasets
 from hf_posswap.text.stdlib import Document, python_corpus
-from hf_posswap.training.data.settings import PYTHON, Source
+from hf_posswap.training.data.settings import PYTHON, DataSettings, Source
 
-_SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
+"""Splits of a data set to take, in this order, if none is named."""
+
+
+def require_sources(settings: DataSettings) -> None:
+    """Refuse settings that name no text.
+
+    Raises:
+        ConfigError: there is no source.
+    """
+    if not settings.sources:
+        raise ConfigError(
+            f"there is no text to train on: set data.sources.0.path=books; {GIVE}. data.sources.0.path={PYTHON} trains "
+            "on the sources and documentation of this Python installation."
+        )
+
+
+def check_sources(settings: DataSettings) -> None:
+    """Check that there are sources, and that each exists: cheap, so it runs before anything is loaded.
+
+    Raises:
+        ConfigError: there is no source.
+        DataError: a path does not exist, or a folder holds no documents.
+        MissingDependencyError: a source is a data set, and the package datasets is not installed.
+    """
+    require_sources(settings)
+    for source in settings.sources:
+        check_source(source)
 
 
 def check_source(source: Source) -> None:
     """Check that the files of `source` exist, or that `datasets` is installed: cheap, so it runs first.
 
     Raises:
-        DataError: a path does not exist.
+        DataError: a path does not exist, or a folder holds no documents.
         MissingDependencyError: it is a data set, and the package datasets is not installed.
 
     Example:
-        >>> check_source(Source())
+        >>> check_source(Source("python"))
     """
     if source.path == PYTHON:
         return
     if hub_text(source.path) is not None:
         require_datasets()
-    else:
-        files_below(Path(source.path))
+    elif any(path.is_dir() for path in files_below(Path(source.path), SPLITS)):
+        require_datasets()
 
 
 def source_documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
@@ -56,10 +84,10 @@ def _documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
             yield document, False
         yield from ((document, True) for document in held_out)
     elif (data_set := hub_text(source.path)) is not None:
-        documents = hub_documents(data_set, column=source.column, splits=_SPLITS, streaming=source.streaming)
+        documents = hub_documents(data_set, column=source.column, splits=SPLITS, streaming=source.streaming)
         yield from ((document, None) for document in documents)
     else:
-        for path in files_below(Path(source.path)):
+        for path in files_below(Path(source.path), SPLITS):
             yield from ((document, None) for document in file_documents(path, source.column))
 
 
@@ -74,5 +102,7 @@ def source_identity(source: Source) -> dict[str, Any]:
         return identity | {"corpus": python_corpus().digest}
     if (data_set := hub_text(source.path)) is not None:
         return identity | {"data set": str(data_set)}
-    files = [(str(path.resolve()), path.stat()) for path in files_below(Path(source.path))]
+    paths = files_below(Path(source.path), SPLITS)
+    below = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [(str(path.resolve()), path.stat()) for path in below if path.is_file()]
     return identity | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]}

@@ -170,6 +170,11 @@ def _write(
             f"{source.path}: data.held_out={requested_share:g} sets none of its {count} documents aside, so "
             f"{_listed(lengths)}. Raise data.held_out to measure on more."
         )
+    if len(hash_positions) == 1 and not all(lengths.values()):
+        raise DataError(
+            f"{source.path} has one text, and training needs another one to measure on: give at least two different "
+            "documents."
+        )
     for split, document_lengths in lengths.items():
         if not document_lengths:
             lower, why = ("lower", "learn from") if split == "train" else ("raise", "measure on")

@@ -10,6 +10,7 @@ from hf_posswap.text.files import files_below
 from hf_posswap.text.hub import TEXT_FILES, hub_text
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training.data.settings import PYTHON, Source
+from hf_posswap.training.data.sources import SPLITS
 
 Say = Callable[[str], None]
 _QUIET_SECONDS = 10.0
@@ -66,7 +67,7 @@ def count_documents(source: Source) -> int | None:
     if source.path == PYTHON:
         available = len(python_corpus().train) + len(python_corpus().held_out)
     elif hub_text(source.path) is None:
-        files = files_below(Path(source.path))
+        files = files_below(Path(source.path), SPLITS)
         available = len(files) if all(path.suffix in TEXT_FILES for path in files) else None
     limits = [number for number in (available, source.documents) if number is not None]
     return min(limits, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from hf_posswap.training.dryrun.cards import Card
 from hf_posswap.training.dryrun.work import Work
 from hf_posswap.utils.format import human_bytes
 
+_HOUR = 3600
 KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -24,6 +26,7 @@ class Prediction:
         steps: the work of an optimizer step on one GPU, for each window length that the recipe alternates.
         processes: number of GPUs.
         card: the GPU; None: not given.
+        max_steps: optimizer steps of the phase.
     """
 
     phase: str
@@ -33,6 +36,7 @@ class Prediction:
     steps: tuple[Work, ...]
     processes: int
     card: Card | None
+    max_steps: int = 1
 
     @property
     def fits(self) -> bool | None:
@@ -61,6 +65,16 @@ class Prediction:
         known = [seconds for seconds in step_seconds if seconds is not None]
         return sum(known) / len(known) if known else None
 
+    @property
+    def hours(self) -> float | None:
+        """The least hours of all optimizer steps; None: not known."""
+        return None if self.seconds is None else self.seconds * self.max_steps / _HOUR
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens that all optimizer steps read on all GPUs."""
+        return self.max_steps * self.tokens * self.processes
+
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as JSON."""
         return {
@@ -76,6 +90,9 @@ class Prediction:
             "moved_bytes_a_token": self.moved,
             "sent_bytes_a_step": self.sent,
             "least_seconds_a_step": self.seconds,
+            "steps": self.max_steps,
+            "tokens": self.all_tokens,
+            "least_hours": self.hours,
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -96,6 +113,27 @@ class Prediction:
                 ("its least time", f"{self.seconds:.3g} s: {_count(speed)}tokens a second on {self.processes}")
             )
         return table_rows
+
+
+def total_row(predictions: Sequence[Prediction]) -> tuple[str, str]:
+    """Return the steps, tokens, least hours and GPU hours of all phases, as a row of a table.
+
+    Example:
+        >>> total_row([Prediction("", {}, 1, 1000, (), 8, None, max_steps=400)])
+        ('in all', '400 steps, 3.2 M tokens')
+    """
+    steps, tokens = (sum(getattr(each, name) for each in predictions) for name in ("max_steps", "all_tokens"))
+    text = f"{steps:,} steps, {_count(tokens)}tokens"
+    hours = [each.hours for each in predictions]
+    known = [each for each in hours if each is not None]
+    if len(known) < len(hours):
+        return "in all", text
+    gpu_hours = sum(each * prediction.processes for each, prediction in zip(known, predictions, strict=True))
+    return "in all", f"{text}: at least {_hours(sum(known))}, {gpu_hours:,.3g} GPU hours"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.3g} minutes"
 
 
 def _count(number: float) -> str:

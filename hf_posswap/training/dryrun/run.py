@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import ConfigError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.training.config import Recipe, phases_of
+from hf_posswap.training.config import Phase, Recipe, phases_of
 from hf_posswap.training.dryrun.cards import Card
 from hf_posswap.training.dryrun.changes import Change, ladders
 from hf_posswap.training.dryrun.launching import launched
 from hf_posswap.training.dryrun.prediction import Prediction
 from hf_posswap.training.dryrun.rehearsal import rehearse
 from hf_posswap.training.engine.launch_file import as_launched
-from hf_posswap.training.engine.parallel import is_launched_on_cpu, launch_of
+from hf_posswap.training.engine.parallel import Launch, is_launched_on_cpu, launch_of
 from hf_posswap.utils.progress import quiet_transformers
 
 Say = Callable[[str], None]
@@ -71,7 +71,7 @@ def dry_run(
         card: the GPU; None: memory is predicted, but not whether it fits.
         accelerate: the file for accelerate launch; None: none.
         processes: number of GPUs; None: the file's, or 1 without a file.
-        say: shows a line while changes are tried; None: nothing is shown.
+        say: shows a line before each phase and each change that is tried; None: nothing is shown.
 
     Raises:
         ConfigError: a dry run does not support the launch or the recipe, or a card is given for a training on a CPU.
@@ -79,7 +79,7 @@ def dry_run(
         PosswapError: the recipe itself is refused.
     """
     _refuse(recipe)
-    predictions, notes = _predict(recipe, card, accelerate, processes)
+    predictions, notes = _predict(recipe, card, accelerate, processes, say)
     if card is None or _fit(predictions):
         return DryRun(predictions, notes)
     for ladder in ladders(recipe, accelerate, processes):
@@ -112,6 +112,12 @@ def _first_that_fits(ladder: list[Change], card: Card, say: Say) -> tuple[Change
     return None
 
 
+def _progress(phase: Phase, launch: Launch) -> str:
+    steps, gpus = 1 + len(phase.recipe.data.cut), launch.processes
+    name, share = phase.name or phase.recipe.name or "the recipe", "one GPU" if gpus == 1 else f"one of {gpus} GPUs"
+    return f"{name}: running {steps} steps of {share} on tensors without values, in seconds to minutes"
+
+
 def _fit(predictions: tuple[Prediction, ...]) -> bool | None:
     return None if predictions[0].card is None else all(prediction.fits for prediction in predictions)
 
@@ -125,7 +131,7 @@ def _refuse(recipe: Recipe) -> None:
 
 
 def _predict(
-    recipe: Recipe, card: Card | None, accelerate: Path | None, processes: int | None
+    recipe: Recipe, card: Card | None, accelerate: Path | None, processes: int | None, say: Say | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[str, ...]]:
     predictions = []
     with quiet_transformers(), launched(accelerate, processes):
@@ -135,10 +141,21 @@ def _predict(
         if on_cpu and card is not None:
             raise ConfigError("--gpu is given, and training.use_cpu, or use_cpu of accelerate's file, asks for a CPU.")
         for phase in phases_of(recipe):
+            if say is not None:
+                say(_progress(phase, launch))
             rehearsal = rehearse(phase.recipe, launch, on_gpu=not on_cpu)
             memory_by_kind, peak = rehearsal.memory.at_peak, rehearsal.memory.peak
             predictions.append(
-                Prediction(phase.name, memory_by_kind, peak, rehearsal.tokens, rehearsal.work, launch.processes, card)
+                Prediction(
+                    phase.name,
+                    memory_by_kind,
+                    peak,
+                    rehearsal.tokens,
+                    rehearsal.work,
+                    launch.processes,
+                    card,
+                    phase.recipe.training.max_steps,
+                )
             )
     if recipe.training.torch_compile:
         notes = [*notes, "torch.compile is not modelled: each operator is counted by itself."]

@@ -11,7 +11,7 @@ import torch
 from hf_posswap.training.data import DataSettings, TokenData
 from hf_posswap.training.data.build import cut_data
 from hf_posswap.training.data.masking import Masking
-from hf_posswap.training.data.settings import Source
+from hf_posswap.training.data.settings import PYTHON, Source
 from hf_posswap.training.data.store import TokenStore
 
 _PACKED = 4
@@ -44,7 +44,7 @@ def synthetic_windows(
     empty_store = TokenStore(tokens[:0], np.zeros(1, dtype=np.int64), digest="")
     special = (int(token_ids[0]),)
     return cut_data(
-        dataclasses.replace(settings, sources=(Source(),)),
+        dataclasses.replace(settings, sources=(Source(PYTHON),)),
         [store],
         [empty_store],
         masking=None if causal else Masking(settings.mask_share, int(token_ids[0]), token_ids, special, special),

@@ -11,13 +11,12 @@ import torch
 
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.evaluating import OF_TOKENS, lengths_of, vector_lengths
 from hf_posswap.training.engine.phase import Run
-from hf_posswap.training.engine.preparing import load_model
+from hf_posswap.training.engine.preparing import load_model, load_recipe_tokenizer
 
 
 def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
@@ -56,7 +55,7 @@ def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None)
     if recipe.objective.kind in OF_TOKENS or run.services.near is None or run.launch.shards:
         return []
     tokenizer, documents = _held_out(recipe, causal=False)
-    base, _ = load_model(recipe)
+    base = load_model(recipe)
     window = locate(unwrap(base)).geometry.original_length
     trained_lengths = (*recipe.data.lengths, *(stage.length for stage in recipe.stages if stage.length))
     longest = min(reach or window, max(window, *trained_lengths))
@@ -70,10 +69,7 @@ def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None)
 
 def _held_out(recipe: Recipe, *, causal: bool) -> tuple[Any, Sequence[np.ndarray]]:
     """Return the tokenizer and the held-out documents, uncut."""
-    tokenizer_name, trust_remote_code = recipe.model.tokenizer or recipe.model.name, recipe.model.trust_remote_code
-    tokenizer = load_tokenizer(
-        tokenizer_name, instead="name one as model.tokenizer", trust_remote_code=trust_remote_code
-    )
+    tokenizer = load_recipe_tokenizer(recipe)
     plain = dataclasses.replace(recipe.data, packing="none", cut=(1,))
     return tokenizer, build_data(plain, tokenizer, causal=causal, scheme_length=plain.length).held_out
 

@@ -40,7 +40,8 @@ from hf_posswap.utils.atomic_io import read_object, write_json
 DONE = "done.json"
 MODEL = "model"
 LOG = "log.jsonl"
-_CHECKPOINTS, _GATES = "checkpoints", "gates.json"
+CHECKPOINTS = "checkpoints"
+_GATES = "gates.json"
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         return done
     recipe = phase.recipe
     refuse_to_replace(folder / MODEL, overwrite=True)  # now, not after the training
-    (folder / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     set_seed(recipe.training.seed)
     load_whole()
-    resumes = any((folder / _CHECKPOINTS).glob("checkpoint-*"))
+    resumes = any((folder / CHECKPOINTS).glob("checkpoint-*"))
     recovers = phase.stage is not None and phase.stage.recovered is not None
     prepared = prepare(recipe, run.launch, run.services, weights=weights, resumes=resumes, recovers=recovers)
     run = replace(run, identity=run.identity | prepared.identity)
@@ -129,6 +130,9 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     checkpoint = trainer.newest_checkpoint()
     _end_at(trainer, stage_done_at(checkpoint), prepared, recipe, run)
     _resume_logs(trainer, checkpoint, folder, log, run)
+    if checkpoint is not None:
+        of = f" of {phase.name}" if phase.name else ""
+        run.say(f"resuming after step {step_of(checkpoint)} of {trainer.args.max_steps}{of}, from {checkpoint}")
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
@@ -170,7 +174,7 @@ def _trainer(phase: Phase, run: Run, prepared: Prepared, folder: Path) -> Posswa
     evaluates, documents = training.eval_strategy != "no" or training.eval_on_start, prepared.data.held_out
     trainer = PosswapTrainer(
         prepared.model,
-        training_arguments(recipe, folder / _CHECKPOINTS),
+        training_arguments(recipe, folder / CHECKPOINTS),
         objective=prepared.objective,
         groups=lambda model: parameter_groups(
             model, recipe.trainable, learning_rate=training.learning_rate, weight_decay=training.weight_decay

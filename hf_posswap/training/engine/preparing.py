@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from hf_posswap.checkpoints.adapters_load import adapter_source
 from hf_posswap.checkpoints.load import load
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
+from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS
@@ -24,9 +26,12 @@ from hf_posswap.text.tokens import check_token_ids, load_tokenizer
 from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
-from hf_posswap.training.data.sources import check_source
+from hf_posswap.training.data.build import read_text
+from hf_posswap.training.data.sources import check_sources
+from hf_posswap.training.data.telling import Say
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
+from hf_posswap.training.engine.evaluating import OF_TOKENS
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
 from hf_posswap.training.engine.gates import (
     check_held_out,
@@ -63,8 +68,8 @@ class Prepared:
         objective: the loss.
         plan: of the swap; None: there is none.
         window: positions of the unswapped model.
-        recovery: held-out tokens within the unswapped model's window, [N, L], and its loss on them; None: no stage
-            needs them.
+        recovery: held-out tokens, [N, L], and the unswapped model's loss on them; L is data.length, at most its window.
+            None: the stage does not end by it.
         identity: of the base and the documents, as JSON.
         messages: of the checks.
     """
@@ -102,9 +107,11 @@ def prepare(
     Raises:
         PosswapError: a check failed, before anything is trained.
     """
-    for source in recipe.data.sources:  # checks without a model come first
-        check_source(source)
-    model, tokenizer = load_model(recipe)
+    say = services.reporter.line if services.reporter else None
+    tokenizer = _read_before_loading(recipe, say)
+    tell = say if say is not None and os.environ.get("RANK", "0") == "0" else lambda line: None
+    tell(f"loading the weights of {recipe.model.name}")
+    model = load_model(recipe)
     check_reads_text(model, recipe.objective.kind)
     base = base_identity(model)
     sites = locate(model)
@@ -122,14 +129,15 @@ def prepare(
         scheme_length=plan.max_length if plan else window,
         first_position=sites.first_position,
         dtype=model.dtype,
-        say=services.reporter.line if services.reporter else None,
+        say=say,
     )
     check_held_out(data.held_out, recipe.evaluation.lengths)
     _move_to_gpu(model, recipe, launch, services)
     batch = _first_batch(recipe, model, data, plan, sites)
+    tell(f"checking the start on {len(batch['input_ids'])} windows of {batch['input_ids'].shape[1]} tokens")
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
-    recovery = _recovery(model, data, window) if recovers and causal else None
+    recovery = _recovery(model, data, min(window, recipe.data.length)) if recovers and causal else None
     fitted_to = first_windows(data.train, recipe.swap.fit, window) if recipe.swap.fit else []
     if scheme is not None:
         scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
@@ -174,8 +182,9 @@ def prepare(
     return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, messages)
 
 
-def _recovery(model: Any, data: TokenData, window: int) -> tuple[torch.Tensor, float]:
-    short = short_windows(data.held_out, window)
+def _recovery(model: Any, data: TokenData, length: int) -> tuple[torch.Tensor, float]:
+    """Return `length` tokens of held-out documents, and the loss of the unswapped `model` on two of them."""
+    short = short_windows(data.held_out, length)
     return short, probe(model, {"input_ids": short, "labels": short}, causal=True)
 
 
@@ -217,23 +226,57 @@ def compile_layers(model: Any, attention: tuple[str, ...], **how: Any) -> int:
     return len(paths)
 
 
-def load_model(recipe: Recipe) -> tuple[Any, Any]:
-    """Return the model to start from and its tokenizer.
+def load_model(recipe: Recipe) -> Any:
+    """Return the model to start from.
 
     Raises:
-        CheckpointError, DataError: model or tokenizer cannot be read.
-        RemoteCodeError: model or tokenizer needs remote code, which the recipe does not allow.
+        CheckpointError: it cannot be read.
+        RemoteCodeError: it needs remote code, which the recipe does not allow.
+    """
+    settings = recipe.model
+    options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
+    if settings.attention is not None:
+        options["attn_implementation"] = settings.attention
+    return load(settings.name, **{TRUST: settings.trust_remote_code}, **_revision(recipe), **options)
+
+
+def load_recipe_tokenizer(recipe: Recipe) -> Any:
+    """Return the tokenizer of the model to start from.
+
+    Raises:
+        DataError: it cannot be read.
+        RemoteCodeError: it needs remote code, which the recipe does not allow.
     """
     settings = recipe.model
     trust = {TRUST: settings.trust_remote_code}
-    options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
-    if settings.revision is not None:
-        options["revision"] = settings.revision
-    if settings.attention is not None:
-        options["attn_implementation"] = settings.attention
-    model = load(settings.name, **trust, **options)
-    tokenizer = load_tokenizer(settings.tokenizer or settings.name, instead="name one as model.tokenizer", **trust)
-    return model, tokenizer
+    return load_tokenizer(settings.tokenizer or settings.name, instead="name one as model.tokenizer", **trust)
+
+
+def _revision(recipe: Recipe) -> dict[str, Any]:
+    return {} if recipe.model.revision is None else {"revision": recipe.model.revision}
+
+
+def _read_before_loading(recipe: Recipe, say: Say | None) -> Any:
+    """Check config and text before the weights are read, which may take long; return the tokenizer.
+
+    The text is tokenized: `build_data` reads it from the cache.
+
+    Raises:
+        PosswapError: as `prepare`, for what the config and the text show.
+    """
+    check_sources(recipe.data)
+    causal = recipe.objective.kind in OF_TOKENS
+    if recipe.model.revision is None and adapter_source(recipe.model.name) is None:
+        skeleton = on_meta(recipe.model.name, **{TRUST: recipe.model.trust_remote_code})
+        check_reads_text(skeleton, recipe.objective.kind)
+        geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
+        if scheme is not None:
+            plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
+        causal = geometry.causal
+    tokenizer = load_recipe_tokenizer(recipe)
+    text = read_text(recipe.data, tokenizer, causal=causal, say=say)
+    check_held_out([document for store in text.held_out for document in store[:]], recipe.evaluation.lengths)
+    return tokenizer
 
 
 def chosen_scheme(recipe: Recipe) -> Scheme | None:

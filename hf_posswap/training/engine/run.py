@@ -11,6 +11,7 @@ from typing import Any
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.data.sources import require_sources
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.finish import finish
 from hf_posswap.training.engine.identity import identity_of
@@ -53,7 +54,7 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
         services: from the layers above; None: nothing is shown or evaluated, and free memory is not checked.
 
     Raises:
-        ConfigError: the recipe needs a service that is not given, or does not fit the model.
+        ConfigError: the recipe names no text, needs a service that is not given, or does not fit the model.
         CheckpointError: the folder belongs to another training, another process writes there, or it cannot be
             written.
         TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a check failed.
@@ -68,6 +69,7 @@ def _run_recipe(recipe: Recipe, services: Services) -> Finished:
                  "evaluation.lengths": bool(recipe.evaluation.lengths)}  # fmt: skip
     for key in (key for key, is_set in evaluation_keys.items() if is_set and services.evaluate is None):
         raise ConfigError(f"{key} needs Services.evaluate, which posswap train and recipes/train.py provide.")
+    require_sources(recipe.data)
     recipe, differences = as_launched(recipe)
     refuse_deepspeed(recipe)
     launch = launch_of(recipe)

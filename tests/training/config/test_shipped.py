@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from hf_posswap.errors import ConfigError, UnknownNameError
-from hf_posswap.training.config import load_recipe
+from hf_posswap.patching.inspect.describe import explain
+from hf_posswap.schemes import make_scheme
+from hf_posswap.training.config import load_recipe, phases_of
 from hf_posswap.training.config import shipped as module
 from hf_posswap.training.config.copying import copy_recipe
 from hf_posswap.training.config.load import to_dict
@@ -31,10 +35,37 @@ def test_a_name_is_the_recipe_in_its_file_and_says_what_it_is_for_and_costs(name
     assert by_name == by_path
     assert by_name.name == name
     header = shipped_recipes()[name].header
-    assert list(header) == ["Purpose", "Source", "Launch", "Cost", "Expected"]
+    assert list(header) == ["Purpose", "Swap", "Source", "Launch", "Cost", "Expected"]
     comment = "".join(line.lstrip("# ") for line in shipped_recipes()[name].text.splitlines() if line.startswith("#"))
     told = "".join(f"{part}:{text}" for part, text in header.items())
     assert "".join(told.split()) == "".join(comment.split())
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in shipped_recipes().items() if recipe.trains])
+def test_the_line_on_the_swap_is_that_of_the_recipe(name: str) -> None:
+    ones = "short_factor: [" + ", ".join(["1.0"] * 64) + "]"
+    divisors = [f"swap.scheme={{name: longrope, factor: 8, {ones}, {ones.replace('short', 'long')}}}"]
+    divisors = divisors if name == "longrope" else []
+    recipe = load_recipe(name, divisors)
+    old, _, tokens, loads_with = shipped_recipes()[name].swap
+    read = sum(
+        phase.recipe.training.max_steps
+        * phase.recipe.training.per_device_train_batch_size
+        * phase.recipe.training.gradient_accumulation_steps
+        * phase.recipe.data.length
+        for phase in phases_of(recipe)
+    )
+    assert tokens == f"{read / 1e6:.0f} M"
+    encoder = recipe.objective.kind in ("masked", "embedding")
+    shape: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 11, "bos_token_id": 0, "eos_token_id": 0}
+    learned = BertConfig(**shape) if encoder else GPT2Config(**shape)
+    bases = {"learned": [learned], "RoPE": [LlamaConfig(**shape)], "any": [learned, LlamaConfig(**shape)]}
+    for config in bases[old]:
+        for phase in phases_of(recipe):
+            scheme, length = phase.recipe.swap.scheme, phase.recipe.swap.max_length
+            plan = None if scheme is None else explain(config, make_scheme(scheme), max_length=length).plan
+            assert scheme is None or plan is not None
+            assert loads_with == ("stock" if plan is None or plan.route == "native" else "plugin")
 
 
 def test_what_is_not_a_training_is_told_from_what_is() -> None:

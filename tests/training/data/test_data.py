@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_posswap.comparison.documents import check_paths, read_documents
 from hf_posswap.errors import ConfigError, DataError, MissingDependencyError
+from hf_posswap.text.files import files_below
 from hf_posswap.text.hub import HubText
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
@@ -29,6 +31,7 @@ from hf_posswap.training.data.cutting import LEAST, cut_pieces, pack_pieces
 from hf_posswap.training.data.masking import make_masking
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.positions import pose_draw, random_positions
+from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.data.telling import TokenizingProgress
 from tests.training.data.test_packing import built, masked_tokenizer
 
@@ -72,8 +75,57 @@ def test_every_kind_of_source_gives_the_same_documents(tmp_path: Path, monkeypat
         assert texts_of(data(tmp_path, dataclasses.replace(source, documents=5)).train.stores[0]) <= set(TEXTS[:5])
 
 
+def test_a_saved_data_set_is_a_source_and_so_is_a_split_of_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    every = Dataset.from_list(rows([*TEXTS, "left out"], "body"))
+    every.filter(lambda row: row["body"] != "left out").save_to_disk("my/saved", num_shards=3)
+    train, test = every.select(range(30)), every.select(range(30, 40))
+    DatasetDict({"test": test, "train": train}).save_to_disk("my/several")
+    DatasetDict({"all": every.select(range(40))}).save_to_disk("my/lone")
+    for path, texts in {
+        "my/saved": TEXTS, f"{tmp_path}/my/saved": TEXTS, "my/lone": TEXTS,
+        "my/several": TEXTS[:30], "my/several:train": TEXTS[:30], "my/several:test": TEXTS[30:],
+    }.items():  # fmt: skip
+        found = data(tmp_path, Source(path, column="body"))
+        assert texts_of(found.train.stores[0]) | texts_of(found.held_out) == set(texts), path
+    first = Source("my/saved", column="body", documents=5)
+    assert texts_of(data(tmp_path, first).train.stores[0]) <= set(TEXTS[:5])
+    measured = read_documents(Path("my/several:test"), TOKENIZER, length=16, limit=99, column="body")
+    assert {TOKENIZER.decode(row[1:]) for row in measured.tokens} == {text[:15] for text in TEXTS[30:]}
+    for path, message in {
+        "my/several:valid": r"my/several has no split 'valid'; it has the splits test, train: name one",
+        "my/saved:train": r"my/saved is one data set without splits; give my/saved",
+        "my/absent:train": r"my/absent:train does not exist",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            check_source(Source(path)) if "absent" not in path else files_below(Path(f"./{path}"))
+    with pytest.raises(DataError, match=r"my/several has the splits test, train: name one, as my/several:SPLIT"):
+        check_paths(Path("my/several"))
+    with pytest.raises(DataError, match=r"has no text under 'text', it has columns \['body'\]: name the column"):
+        data(tmp_path, Source("my/saved"))
+    changed = data(tmp_path, Source("my/saved", column="body")).identity
+    Dataset.from_list(rows(["other", *TEXTS], "body")).save_to_disk("my/saved")
+    assert data(tmp_path, Source("my/saved", column="body")).identity != changed
+    for file in (tmp_path / "my" / "saved").glob("*.arrow"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"the data set saved in my/saved cannot be read: .* Save it again"):
+        data(tmp_path, Source("my/saved", column="body"))
+
+
+def test_there_is_no_text_but_the_requested(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no text to train on: set data.sources.0.path=books; .*path=python trains"):
+        data(tmp_path)
+    with pytest.raises(ConfigError, match=r"source: path is a file, a folder, .* none is given"):
+        Source(documents=3)
+    with pytest.raises(DataError, match=r"empty holds no document: no file in or below it ends in .txt, .*; give"):
+        check_source(Source(str(tmp_path / "empty")))
+
+
 def test_the_python_corpus_holds_out_what_models_are_measured_on(tmp_path: Path) -> None:
-    found = data(tmp_path, Source(documents=30))
+    found = data(tmp_path, Source("python", documents=30))
     corpus = python_corpus()
     assert texts_of(found.held_out) <= {document.text for document in corpus.held_out}
     assert texts_of(found.train.stores[0]) <= {document.text for document in corpus.train}
@@ -110,7 +162,7 @@ def test_groups_of_any_size_give_the_same_tokens(tmp_path: Path, monkeypatch: py
 
 
 def _in_a_process(folder: str, queue: Any) -> None:
-    found = data(Path(folder), Source(documents=60))
+    found = data(Path(folder), Source("python", documents=60))
     queue.put((len(found.train.stores[0].tokens), int(found.train[3]["input_ids"].sum())))
 
 
@@ -129,14 +181,16 @@ def test_processes_that_ask_at_once_get_the_same(tmp_path: Path) -> None:
 
 
 def test_damaged_tokens_are_said(tmp_path: Path) -> None:
-    folder = data(tmp_path, Source(documents=20)) and next((tmp_path / "cache" / "tokens").glob("tokens-*[0-9a-f]"))
+    folder = data(tmp_path, Source("python", documents=20)) and next(
+        (tmp_path / "cache" / "tokens").glob("tokens-*[0-9a-f]")
+    )
     kept = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(kept[:400])
     with pytest.raises(DataError, match=r"holds 100 tokens where \d+ were written: it is damaged. Delete that folder"):
-        data(tmp_path, Source(documents=20))
+        data(tmp_path, Source("python", documents=20))
     (folder / "train.bin").unlink()
     with pytest.raises(DataError, match=r"the cached tokens in .* cannot be read: .*Delete that folder"):
-        data(tmp_path, Source(documents=20))
+        data(tmp_path, Source("python", documents=20))
 
 
 @pytest.mark.parametrize("packing", ["none", "documents", "pose", "random-positions"])
@@ -284,7 +338,7 @@ def test_what_an_encoder_reads_is_wrapped(tmp_path: Path) -> None:
 
 
 def test_a_summary_counts_all(tmp_path: Path) -> None:
-    found = data(tmp_path, Source(documents=30), packing="documents")
+    found = data(tmp_path, Source("python", documents=30), packing="documents")
     row = found.summary["sources"][0]
     assert row["documents"] + row["held_out_documents"] == 30
     assert row["tokens_in_windows"] + row["tokens_left_out"] == row["tokens"] == len(found.train.stores[0].tokens)
@@ -297,8 +351,8 @@ def test_a_summary_counts_all(tmp_path: Path) -> None:
     [
         (lambda: Source("", -1.0, documents=1), r"source: path is .*; weight is .* got -1.0; .*; documents"),
         (
-            lambda: DataSettings((), length=1, packing="docs", seed=-1, held_out=1.0, mask_share=0.0),  # type: ignore[arg-type]
-            r"data: sources names .*; length .* got 1; packing is one of none, .*'docs'; seed .*; held_out .*; mask_s",
+            lambda: DataSettings(length=1, packing="docs", seed=-1, held_out=1.0, mask_share=0.0),  # type: ignore[arg-type]
+            r"data: length .* got 1; packing is one of none, .*'docs'; seed .*; held_out .*; mask_s",
         ),
     ],
 )
@@ -309,16 +363,15 @@ def test_every_problem_of_settings_is_said_at_once(settings: Any, message: str) 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="windows of 2048 tokens do not fit into the 1024 positions"):
-        data(tmp_path, Source(), length=2048)
+        data(tmp_path, Source("python"), length=2048)
     with pytest.raises(DataError, match=r"packing 'pose' trains positions beyond the window, and .* both 1024"):
-        data(tmp_path, Source(), length=1024, packing="pose")
+        data(tmp_path, Source("python"), length=1024, packing="pose")
     with pytest.raises(DataError, match="nowhere does not exist"):
         data(tmp_path, Source(str(tmp_path / "nowhere")))
     (tmp_path / "lone.txt").write_text("a text of its own")
-    says = r"has 1 documents, .* left to (measure on .*: raise|learn from .*: lower) data.held_out, or give more"
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=r"lone.txt has one text, .*: give at least two different documents"):
         data(tmp_path, Source(str(tmp_path / "lone.txt")))
-    settings = DataSettings((Source(documents=20),), length=32, cache=tmp_path)
+    settings = DataSettings((Source("python", documents=20),), length=32, cache=tmp_path)
     with pytest.raises(DataError, match="has no mask token"):
         build_data(settings, TOKENIZER, causal=False, scheme_length=64)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,15 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert json.loads(done.stdout)["phases"][0]["fits"] is True
     assert not (tmp_path / "posswap-run").exists()
+    launch = ["--gpu", "h100", "--accelerate", "fsdp2", "--processes", "2", "training.max_steps=7200"]
+    done = CliRunner().invoke(app, [*arguments[:-2], *launch], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    assert "mine: running 2 steps of one of 2 GPUs on tensors without values" in done.stderr
+    (phase,) = json.loads(CliRunner().invoke(app, [*arguments[:-2], *launch, "--json"]).stdout)["phases"]
+    assert phase["least_hours"] == pytest.approx(2 * phase["least_seconds_a_step"])
+    assert phase["tokens"] == 7200 * 2 * phase["tokens_a_step"]
+    minutes, gpu_hours = f"{60 * phase['least_hours']:.3g}", f"{2 * phase['least_hours']:,.3g}"
+    assert re.search(rf"in all +7,200 steps, .* tokens: at least {minutes} minutes, {gpu_hours} GPU hours", done.stdout)
     for words in (["--gpu", "24GB"], ["--dry-run", "--show"], ["--dry-run", "--processes", "1000000"]):
         done = CliRunner().invoke(app, ["train", "-c", str(path), *words])
         assert done.exit_code == 2, words

@@ -18,13 +18,13 @@ from hf_posswap.adapting import run_recipe
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.checkpoints.save import refuse_to_replace
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, ConfigError, DataError, UnsupportedSwapError
 from hf_posswap.patching.record.training import TrainingRecord, training_of
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import Finished
 from hf_posswap.training.engine.identity import base_identity
-from tests.training.engine_runs import recipe
+from tests.training.engine_runs import recipe, write_texts
 
 SWAPS: dict[str, tuple[str, ...]] = {
     "plugin": ("swap.scheme=rope",),
@@ -230,6 +230,29 @@ def test_texts_that_are_not_there_are_said_before_a_model_is_loaded(tmp_path: Pa
     wanted = recipe(tmp_path, f"model.name={tmp_path / 'no-model'}", "data.sources=[{path: no-books/}]")
     with pytest.raises(hf_posswap.errors.DataError, match=r"no-books does not exist; give text files"):
         run_recipe(wanted)
+
+
+def test_text_is_required_and_read_before_the_weights(tmp_path: Path) -> None:
+    """The model here has a config and a tokenizer, and no weights: whoever reads them fails."""
+    recipe(tmp_path)  # writes model and texts
+    (tmp_path / "gpt2" / "model.safetensors").unlink()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
+    (tmp_path / "one.txt").write_text("the only text")
+    for settings, error, message in (
+        (["data.sources=[]"], ConfigError, "there is no text to train on: set data.sources.0.path=books"),
+        ([f"data.sources.0.path={tmp_path / 'empty'}"], DataError, "empty holds no document"),
+        ([f"data.sources.0.path={tmp_path / 'rows.jsonl'}"], DataError, "no text under 'text'"),
+        ([f"data.sources.0.path={tmp_path / 'one.txt'}"], DataError, "has one text"),
+        (["data.packing=pose", "data.length=128", "swap.max_length=9999"], DataError, "no window for packing 'pose'"),
+        (["evaluation.lengths=[99999]"], DataError, "no held-out document has 99999 tokens"),
+        (["swap.relative=drop"], UnsupportedSwapError, "relative"),
+        ([], CheckpointError, "cannot load"),
+    ):
+        if "pose" in "".join(settings):
+            settings = [*settings, f"data.sources.0.path={write_texts(tmp_path / 'short', words=3)}"]
+        with pytest.raises(error, match=message):
+            run_recipe(recipe(tmp_path, *settings, f"out={tmp_path / 'out'}"))
 
 
 @pytest.mark.slow
