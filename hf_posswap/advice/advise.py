@@ -12,7 +12,9 @@ from hf_posswap.advice.commands import OTHER, compare_command, line
 from hf_posswap.advice.figures import Figure, figures_of
 from hf_posswap.advice.serving import serving_of
 from hf_posswap.advice.weighing import Option, best_of_others, weigh
+from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,8 +33,8 @@ _STANDS = {
 _ENOUGH = "it reads this length as it is"
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(ResultView):
     """The result of `advise`: the recommendation, its reasons, alternatives, and open questions.
 
     Attributes:
@@ -70,6 +72,27 @@ class Advice:
         for option in self.others:
             lines += ["", f"not {option.title}: {'; '.join(why_not(option))}"]
         return in_lines(lines)
+
+    def _repr_facts(self) -> dict[str, Any]:
+        names = ("model", "length", "budget", "serve")
+        titles = {"use": self.use.title, "others": len(self.others)}
+        return {name: getattr(self, name) for name in names} | titles
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("use", self.use.title),
+            *(("because", f"{reason} [{reason.source}]") for reason in self.use.reasons),
+            *(("served by", str(self.use.serving)) for _ in [0] if self.use.serving),
+            *(("not known", note) for note in (*self.use.unknown, *self.unknown)),
+            *(("command", command) for command in self.use.commands),
+        ]
+        others = [(option.title, "; ".join(why_not(option))) for option in self.others]
+        parts = [
+            html_tables.title(f"{self.model}: {self.length:,} tokens, {self.windows:.3g} of its windows"),
+            html_tables.table(rows),
+            *([html_tables.table(others, ("other option", "why not"))] if others else []),
+        ]
+        return html_tables.together(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as JSON data."""

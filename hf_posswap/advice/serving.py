@@ -12,13 +12,14 @@ from hf_posswap.checkpoints.native.convert import CONVERSIONS
 from hf_posswap.errors import PosswapError, SchemeError, UnsupportedModelError
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.schemes import Scheme
+from hf_posswap.utils.result_views import ResultView
 
 _AS_IT_IS = ("transformers", "onnx", "torch", "sentence-transformers")
 """The programs that also run models that need hf_posswap."""
 
 
-@dataclass(frozen=True)
-class Serving:
+@dataclass(frozen=True, repr=False)
+class Serving(ResultView):
     """How a program would handle the model.
 
     Attributes:

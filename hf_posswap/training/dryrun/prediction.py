@@ -8,12 +8,13 @@ from typing import Any
 from hf_posswap.training.dryrun.cards import Card
 from hf_posswap.training.dryrun.work import Work
 from hf_posswap.utils.format import human_bytes
+from hf_posswap.utils.result_views import ResultView
 
 KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "activations", "buffers")
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, repr=False)
+class Prediction(ResultView):
     """The memory and work of one GPU in a phase of a training.
 
     Attributes:
@@ -33,6 +34,13 @@ class Prediction:
     steps: tuple[Work, ...]
     processes: int
     card: Card | None
+
+    def _repr_facts(self) -> dict[str, Any]:
+        gpu, tokens = None if self.card is None else self.card.name, self.tokens
+        return {"phase": self.phase, "gpu": gpu, "fits": self.fits, "peak": human_bytes(self.peak), "tokens": tokens}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return self.rows()
 
     @property
     def fits(self) -> bool | None:
