@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from hf_posswap.utils.progress import Reporter
 
 
-def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
+def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Reporter | None = None) -> Finished:
     """Train by `recipe`, as `posswap train` does, and return the results.
 
     After an interruption, even by SIGKILL, the same call resumes from the newest complete checkpoint and ends with the
@@ -21,17 +22,20 @@ def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
 
     Args:
         recipe: from `load_recipe`.
-        reporter: shows lines and bars on the main process; None: nothing is shown.
+        progress: show a bar of the training steps, and messages, on the main process; None: in a notebook and on a
+            terminal, unless HF_HUB_DISABLE_PROGRESS_BARS or `disable_progress_bar` of transformers turns bars off.
+        reporter: shows them instead, as the command line does.
 
     Returns:
         The run folder, the folder of the finished model, and the report.
 
     Raises:
-        ConfigError: the recipe does not fit the model.
+        ConfigError: `recipe` is no recipe, or does not fit the model.
         CheckpointError: the folder belongs to another run, another process writes there, or it is not writable.
         DataError: the text is unsuitable.
         TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.
         UnsupportedSwapError: the swap is not possible, or not under this form of parallelism.
+        OptionError: `progress` is not True, False or None.
 
     Example:
         >>> import tempfile
@@ -60,15 +64,18 @@ def run_recipe(recipe: Recipe, *, reporter: Reporter | None = None) -> Finished:
     from hf_posswap.evaluation.memory import available_bytes
     from hf_posswap.search import check_fit, fit_bias, fit_rotation
     from hf_posswap.training import engine
+    from hf_posswap.training.config.load import check_recipe
+    from hf_posswap.utils.progress import reporter_for
 
+    check_recipe(recipe, "run_recipe")
     services = engine.Services(
         evaluate=nll_at_lengths,
         near=vectors_at_lengths,
         free_bytes=available_bytes,
         check_fit=check_fit,
-        fit_bias=fit_bias,
-        fit_rotation=fit_rotation,
-        reporter=reporter,
+        fit_bias=partial(fit_bias, progress=False),  # one bar at a time
+        fit_rotation=partial(fit_rotation, progress=False),
+        reporter=reporter_for(progress, reporter),
     )
     return engine.run_recipe(recipe, services)
 

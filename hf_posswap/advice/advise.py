@@ -13,7 +13,9 @@ from hf_posswap.advice.figures import Figure, figures_of
 from hf_posswap.advice.literature import MOST_TIMES, Literature, further_literature
 from hf_posswap.advice.serving import serving_of
 from hf_posswap.advice.weighing import Option, best_of_others, extrapolated_times, weigh
+from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,8 +35,8 @@ _STANDS = {
 _ENOUGH = "it reads this length as it is"
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(ResultView):
     """The result of `advise`: the recommendation, its reasons, alternatives, and open questions.
 
     Attributes:
@@ -81,6 +83,30 @@ class Advice:
             lines += ["", f"{'or' if option.advised else 'not'} {option.title}: {'; '.join(why_not(option))}"]
         lines += [line for row in self.further for line in ("", f"see also {row} [{row.source}]")]
         return in_lines(lines)
+
+    def _repr_facts(self) -> dict[str, Any]:
+        names = ("model", "length", "budget", "serve")
+        titles = {"use": self.use.title, "others": len(self.others)}
+        return {name: getattr(self, name) for name in names} | titles
+
+    def _repr_html_(self) -> str:
+        rows = [
+            *(("caution", self.caution) for _ in [0] if self.caution),
+            ("use", self.use.title),
+            *(("because", f"{reason} [{reason.source}]") for reason in self.use.reasons),
+            *(("served by", str(self.use.serving)) for _ in [0] if self.use.serving),
+            *(("not known", note) for note in (*self.use.unknown, *self.unknown)),
+            *(("command", command) for command in self.use.commands),
+        ]
+        others = [(option.title, "; ".join(why_not(option))) for option in self.others]
+        further = [(str(row), row.source) for row in self.further]
+        parts = [
+            html_tables.title(f"{self.model}: {self.length:,} tokens, {self.windows:.3g} of its windows"),
+            html_tables.table(rows),
+            *([html_tables.table(others, ("other option", "why not, or why too"))] if others else []),
+            *([html_tables.table(further, ("see also", "source"))] if further else []),
+        ]
+        return html_tables.together(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as JSON data."""

@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+from hf_posswap.utils.result_views import ResultView
+
 FILE = "figures.json"
 Against = Literal["sliding window", "control in the window", "base in the window", "same tokens alone"]
 _COMPARISONS: dict[str, str] = {
@@ -42,8 +44,8 @@ class Base:
         return f"{self.name} ({self.kind}, {self.parameters / 1e6:.1f} M parameters, window {self.window})"
 
 
-@dataclass(frozen=True)
-class Figure:
+@dataclass(frozen=True, repr=False)
+class Figure(ResultView):
     """One measured difference of losses, in nats per token; negative if the subject is better.
 
     Attributes:
@@ -73,6 +75,10 @@ class Figure:
     documents: int
     whose: str = ""
     remark: str = ""
+
+    def _repr_facts(self) -> dict[str, Any]:
+        names = ("subject", "against", "difference", "low", "high", "windows", "tokens", "documents")
+        return {name: getattr(self, name) for name in names} | {"base": self.base.name}
 
     @property
     def bound(self) -> float:

@@ -12,10 +12,11 @@ from hf_posswap.checkpoints.native.suggesting import RUN_PLUGINS, stock_config
 from hf_posswap.errors import SchemeError, UnsupportedModelError
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.schemes import Scheme
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class Serving:
+@dataclass(frozen=True, repr=False)
+class Serving(ResultView):
     """How a program would handle the model.
 
     Attributes:

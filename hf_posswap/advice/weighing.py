@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_posswap.advice.candidates import CANDIDATES, Candidate
@@ -13,6 +13,7 @@ from hf_posswap.advice.literature import MOST_TIMES, Literature, literature_of
 from hf_posswap.advice.serving import Serving, serving_of
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.utils.result_views import ResultView
 
 Standing = Literal["literature", "better", "level", "worse", "mixed", "not measured", "refused"]
 MARGIN = 0.02
@@ -21,8 +22,8 @@ _BASES: dict[str, str] = {"learned": "learned", "rope": "rope", "encoder": "enco
 _NOT_BETTER = ("level", "mixed", "worse")
 
 
-@dataclass(frozen=True)
-class Option:
+@dataclass(frozen=True, repr=False)
+class Option(ResultView):
     """One option, with the reasons for and against it.
 
     Attributes:
@@ -52,8 +53,23 @@ class Option:
     route: str = ""
     serving: Serving | None = None
     commands: tuple[str, ...] = ()
-    bound: float = field(default=float("inf"), repr=False)
+    bound: float = float("inf")
     literature: tuple[Literature, ...] = ()
+
+    def _repr_facts(self) -> dict[str, Any]:
+        names = ("title", "scheme", "recipe", "standing", "route")
+        return {name: getattr(self, name) for name in names} | {"reasons": len(self.reasons)}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [
+            ("option", self.title),
+            ("standing", self.standing),
+            *(("because", f"{reason} [{reason.source}]") for reason in self.reasons),
+            *(("against", reason) for reason in self.against),
+            *(("not known", note) for note in self.unknown),
+            *(("served by", str(self.serving)) for _ in [0] if self.serving),
+            *(("command", command) for command in self.commands),
+        ]
 
     @property
     def advised(self) -> bool:

@@ -28,6 +28,7 @@ from hf_posswap.errors import MissingDependencyError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import SIDECAR, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.utils.atomic_io import read_object, write_json
+from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 from hf_posswap.utils.threads import PROCESS
 
 SIDECAR_VERSION = 1
@@ -103,15 +104,21 @@ def _before_saving(model: Any, is_converted: bool) -> None:
 def save_with_swap(model: Any, folder: Path) -> None:
     """Call the `save_pretrained` of `model`, and see to it that an adapter carries the swap of its base.
 
+    A SentenceTransformer saves all its modules, without a model card, which `push` writes.
+
     Raises:
         CheckpointError: position parameters that were trained would be lost.
         UnsupportedSwapError: the base has other weights in memory than where it is loaded from.
     """
-    if getattr(model, "peft_config", None) is not None:
-        refuse_changed_base(model)
-    refuse_lost_positions(model)
-    model.save_pretrained(folder)
-    write_sidecars(model, folder)
+    inner = inner_model(model) if is_sentence_model(model) else model
+    if getattr(inner, "peft_config", None) is not None:
+        refuse_changed_base(inner)
+    refuse_lost_positions(inner)
+    if inner is model:
+        model.save_pretrained(folder)
+    else:
+        model.save_pretrained(str(folder), create_model_card=False)
+    write_sidecars(inner, folder)
 
 
 def write_sidecars(model: Any, folder: Path) -> None:

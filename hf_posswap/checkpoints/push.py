@@ -21,6 +21,7 @@ from hf_posswap.utils.atomic_io import scratch_folder, shown, write_text
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.hub_session import HubSession, hub_session
 from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -30,8 +31,8 @@ PICTURES = "pictures"
 """Folder of the repository where the pictures of the card lie."""
 
 
-@dataclass(frozen=True)
-class PushReport:
+@dataclass(frozen=True, repr=False)
+class PushReport(ResultView):
     """What `push` uploaded, or would. `print(report)` shows it.
 
     Attributes:
@@ -53,6 +54,19 @@ class PushReport:
     url: str | None = None
     card: str | None = None
     notes: tuple[str, ...] = ()
+
+    def _repr_facts(self) -> dict[str, Any]:
+        size = human_bytes(sum(self.files.values()))
+        return {
+            "repo_id": self.repo_id, "revision": self.revision, "files": len(self.files), "size": size,
+            "commit": self.commit, "url": self.url,
+        }  # fmt: skip
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        done = f"pushed to {self.url}" if self.url else "nothing was sent"
+        files = [(name, human_bytes(size)) for name, size in self.files.items()]
+        deleted, notes = [(name, "deleted") for name in self.deleted], [("note", note) for note in self.notes]
+        return [("repository", f"{self.repo_id} at {self.revision}: {done}"), *files, *deleted, *notes]
 
     def __str__(self) -> str:
         width = max(map(len, self.files), default=0)

@@ -15,9 +15,10 @@ from hf_posswap.checkpoints.card import saved_readme
 from hf_posswap.checkpoints.manifest import State, read_manifest, state_of, unsaved_entries, write_manifest
 from hf_posswap.checkpoints.unlisted import CARD, unrecognised_entries
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.atomic_io import read_json, replacing, settle, shown
+from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,9 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     killed, leaves the old or the new checkpoint, never a mix.
 
     Args:
-        model: a transformers model, or a PEFT model: then the adapter, with the swap of its base.
+        model: a transformers model; or a PEFT model: then the adapter, with the swap of its base; or a
+            SentenceTransformer: then all its modules and its tokenizer, for `SentenceTransformer(folder)` after
+            `import hf_posswap`.
         folder: where to; its parents are made.
         tokenizer: saved with the model; where it truncates texts at the model's length before the swap, the saved
             one truncates at the swap's length.
@@ -42,6 +45,8 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     Raises:
         CheckpointError: the folder holds something (with `overwrite`: something that no save wrote, or that was changed
             since), or cannot be written; or weights are offloaded, and no device map says where.
+        OptionError: another tokenizer than its own was given with a SentenceTransformer.
+        UnsupportedSwapError: a SentenceTransformer has no transformers model in it, or several.
 
     Example:
         >>> import tempfile
@@ -55,6 +60,11 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     """
     path = Path(folder)
     _refuse_offloaded(model)
+    if is_sentence_model(model):
+        inner_model(model)  # raises where there is none
+        if tokenizer is not None and tokenizer is not model.tokenizer:
+            raise OptionError("a SentenceTransformer is saved with its own tokenizer: leave tokenizer out.")
+        tokenizer = None
     with replacing_checkpoint(path, overwrite) as temporary:
         write_files(model, temporary, tokenizer)
     return path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
-from hf_posswap.cli.evaluating import Column
+from hf_posswap.cli.evaluating import Column, progress
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
 from hf_posswap.cli.target import checked_file, load_tokenizer
 from hf_posswap.errors import CheckpointError, DataError, OptionError
@@ -99,6 +99,7 @@ def search(
             original_positions=[0] if native else None,
             state=state,
             seed=seed,
+            reporter=progress(),
         )
         write_json(target, result.scheme.to_dict())
     if json:

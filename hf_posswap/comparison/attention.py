@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.comparison.candidates import Candidate, ModelLoader
-from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents
+from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents, text_and_count
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.comparison.pictures import require_pictures
 from hf_posswap.comparison.tokenizers import tokenizer_for
@@ -19,6 +19,11 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
 from hf_posswap.report.looks import model_numbers
 from hf_posswap.text.tokens import check_token_ids
+from hf_posswap.utils import html_tables
+from hf_posswap.utils.devices import resolve_device
+from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,10 +31,12 @@ if TYPE_CHECKING:
 PICTURE = "attention"
 MOST_TOKENS = 8192
 """Maximum tokens of a text by default."""
+MOST_TEXTS = 4
+"""Maximum number of texts by default."""
 
 
-@dataclass(frozen=True)
-class AttentionComparison:
+@dataclass(frozen=True, repr=False)
+class AttentionComparison(ResultView):
     """The attention of several models by distance, and its picture.
 
     Attributes:
@@ -46,16 +53,27 @@ class AttentionComparison:
     said: tuple[str, ...]
     text: str
 
+    def __str__(self) -> str:
+        return in_lines(self.said)
+
+    def _repr_facts(self) -> dict[str, Any]:
+        lengths = sorted({length for by_length in self.paid.values() for length in by_length})
+        return {"path": str(self.path), "window": self.window, "models": list(self.paid), "lengths": lengths}
+
+    def _repr_html_(self) -> str:
+        return html_tables.together([html_tables.picture(self.path), html_tables.bullets(self.said)])
+
 
 def compare_attention(
     candidates: Sequence[Candidate | PreTrainedModel | str | Path],
     out: str | Path,
     *,
+    text: Any = None,
     documents: Any = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     lengths: Sequence[int] | None = None,
     factor: float = 4.0,
-    limit: int = 4,
+    limit: int | None = None,
     column: str = TEXT,
     by_layer: bool = False,
     dark: bool = False,
@@ -70,15 +88,16 @@ def compare_attention(
     Args:
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them.
         out: the folder for attention.png and attention.svg.
-        documents: as in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        documents: maximum number of texts; None: 4. It also takes what `text` takes.
         tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
         lengths: tokens to read of each text; None: the original window of the first, and `factor` times it, up to 8192.
         factor: at least 1.
-        limit: maximum number of texts.
-        column: the text column, if documents are rows.
+        limit: the maximum number of texts, if `documents` is the text.
+        column: the text column, if the text has rows.
         by_layer: draw one row of panels per layer, at most six; otherwise the mean over layers.
         dark: use colours for a dark page.
-        device: device of loaded models; None: the CPU.
+        device: device of loaded models, "auto", "cpu", "cuda:1", ...; None: the CPU.
         trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
 
     Raises:
@@ -103,7 +122,12 @@ def compare_attention(
         {'base': [16], 'alibi': [16, 64]}
     """
     require_pictures()
-    check_paths(documents)
+    text, count = text_and_count(text, documents)
+    if count is not None and limit is not None:
+        raise OptionError("documents and limit are both the maximum number of texts: give one of them.")
+    count = next((n for n in (count, limit) if n is not None), MOST_TEXTS)
+    device = resolve_device(device)
+    check_paths(text)
     if not factor >= 1:
         raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
     by_name = _checked_candidates(candidates)
@@ -111,17 +135,17 @@ def compare_attention(
     window = _window(loader, next(iter(by_name.values())))
     loaded_tokenizer = tokenizer_for(list(by_name.values()), tokenizer, trust_remote_code=trust_remote_code)
     requested = _lengths(lengths, window, factor, next(iter(by_name)))
-    text = read_documents(documents, loaded_tokenizer, length=requested[-1], limit=limit, column=column)
+    read = read_documents(text, loaded_tokenizer, length=requested[-1], limit=count, column=column)
     models = {name: loader.model(candidate, requested[-1]) for name, candidate in by_name.items()}
     limits = {name: reach_of(unwrap(model)).limit for name, model in models.items()}
     requested = _runnable_lengths(requested, limits, given=lengths is not None)
-    paid = _measure(models, limits, requested, text)
-    path = Path(out) / f"{PICTURE}.png"
+    paid = _measure(models, limits, requested, read)
+    path = expand_home(out) / f"{PICTURE}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = _numbers(models)
-    lines, below = {n: _lines(paid, n, numbers) for n in requested}, _caption(text, by_layer)
+    lines, below = {n: _lines(paid, n, numbers) for n in requested}, _caption(read, by_layer)
     draw_attention(lines, window, path, below=below, causal=_causal(paid), by_layer=by_layer, dark=dark)
-    return AttentionComparison(path, window, paid, tuple(_summaries(paid, limits, requested, window)), text.source)
+    return AttentionComparison(path, window, paid, tuple(_summaries(paid, limits, requested, window)), read.source)
 
 
 def _checked_candidates(candidates: Sequence[Candidate | PreTrainedModel | str | Path]) -> dict[str, Candidate]:

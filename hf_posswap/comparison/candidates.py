@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,17 @@ from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_models import lasting_values
-from hf_posswap.errors import DataError
+from hf_posswap.errors import DataError, OptionError
 from hf_posswap.evaluation.memory import choose_prefill
 from hf_posswap.evaluation.reach import Reach, reach_of
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.patching.apply.patch_model import patch_model
-from hf_posswap.patching.plan.plan_swap import check_max_length, unwrap
+from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.schemes.base import Scheme, make_scheme
+from hf_posswap.schemes.base import make_scheme, names_one_scheme
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import SWAP_OPTIONS
+from hf_posswap.utils.sentence_models import is_sentence_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +40,7 @@ class Candidate:
 
     Attributes:
         source: a transformers model, a folder, or a Hub id. A model object is never changed.
-        scheme: the scheme to put in without training, an object or a name, with or without fields; None: no swap.
+        scheme: the scheme to put in without training, as in `patch_model`; None: no swap.
         options: fields of a scheme given by name.
         max_length: tokens that the swap should support; None: the longest measured length.
         name: the label in results; None: derived from source and scheme, see `hf_posswap.comparison.names`.
@@ -48,7 +51,7 @@ class Candidate:
     """
 
     source: str | Path | PreTrainedModel
-    scheme: Scheme | str | None = None
+    scheme: SchemeChoice | None = None
     options: dict[str, Any] = field(default_factory=dict)
     max_length: int | None = None
     name: str | None = None
@@ -67,21 +70,46 @@ class Candidate:
         """
         if self.name is not None or self.scheme is None:
             return source if self.name is None else self.name
-        scheme = self.scheme if isinstance(self.scheme, str) else self.scheme.name
+        scheme = _scheme_label(self.scheme)
         fields = ",".join(f"{name}={value}" for name, value in self.options.items())
         return f"{source}+{scheme}{(',' if ':' in scheme else ':') if fields else ''}{fields}"
 
     def check(self) -> None:
-        """Check the scheme and its length before a model is loaded.
+        """Check the source, the scheme and its length before a model is loaded.
 
         Raises:
-            UnknownNameError, OptionError, SchemeError: as `make_scheme`, or an invalid length.
+            UnknownNameError, OptionError, SchemeError: as `make_scheme`, or an invalid length or source.
         """
+        if not isinstance(self.source, str | Path | torch.nn.Module):
+            raise OptionError(
+                f"a model of a comparison is a transformers model, a folder or a Hub id, got {brief_repr(self.source)}."
+                " A field of a scheme that is named like an argument goes into its name: 'rope:base=500000'."
+            )
+        if is_sentence_model(self.source):
+            inner_path = next(path for path, module in self.source.named_modules() if module is unwrap(self.source))
+            raise OptionError(
+                f"a comparison pools vectors by the mean, whatever the pooling of this {type(self.source).__name__}: "
+                f"give the model inside, model.get_submodule({inner_path!r}), and tokenizer=model.tokenizer."
+            )
         check_max_length(self.max_length)
-        if isinstance(self.scheme, str):
+        if isinstance(self.scheme, str) or (isinstance(self.scheme, Mapping) and names_one_scheme(self.scheme)):
             make_scheme(
                 self.scheme, **{name: value for name, value in self.options.items() if name not in SWAP_OPTIONS}
             )
+
+
+def _scheme_label(scheme: SchemeChoice) -> str:
+    """Return a scheme as it appears in a label: a text as it is, otherwise its name, or the names of its stacks.
+
+    Example:
+        >>> _scheme_label("yarn:factor=4"), _scheme_label({"rope_type": "yarn", "factor": 4.0})
+        ('yarn:factor=4', 'yarn')
+    """
+    if isinstance(scheme, str):
+        return scheme
+    if isinstance(scheme, Mapping) and not names_one_scheme(scheme) and all(isinstance(key, str) for key in scheme):
+        return "+".join(_scheme_label(each) for each in scheme.values())
+    return make_scheme(scheme).name
 
 
 @dataclass(frozen=True)

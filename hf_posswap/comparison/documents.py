@@ -18,6 +18,7 @@ from hf_posswap.text.files import file_documents, files_below, row_documents
 from hf_posswap.text.hub import HubText, hub_text, require_datasets
 from hf_posswap.text.stdlib import Document, python_corpus
 from hf_posswap.utils.naming import public_name
+from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 TEXT = "text"
 
 
-@dataclass(frozen=True)
-class EvalDocuments:
+@dataclass(frozen=True, repr=False)
+class EvalDocuments(ResultView):
     """The first tokens of some documents.
 
     Attributes:
@@ -43,6 +44,9 @@ class EvalDocuments:
     tokens: np.ndarray
     protocol: str = WHOLE
     said: str = "each is the beginning of one document"
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"source": self.source, "documents": len(self.names), "tokens": self.tokens, "protocol": self.protocol}
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
@@ -104,6 +108,30 @@ def read_documents(
         raise DataError(f"{source_name}: there is no document to measure on.")
     cut = cut_documents(documents, tokenizer, length=length, limit=limit)
     return EvalDocuments(source_name, cut.names, cut.tokens, cut.protocol, cut.said)
+
+
+def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
+    """Return the text to read, and the maximum number of documents or None, from the arguments of a public function.
+
+    Args:
+        text: as the source in `read_documents`; None: not given.
+        documents: the maximum number; or, if `text` is None, the text; None: not given.
+
+    Raises:
+        OptionError: both are texts.
+
+    Example:
+        >>> text_and_count("books/", 8), text_and_count(None, "books/")
+        (('books/', 8), ('books/', None))
+    """
+    if documents is None or isinstance(documents, int):
+        return text, documents
+    if text is not None:
+        raise OptionError(
+            f"documents is the maximum number of documents if text is given, got {type(documents).__name__}: give all "
+            "text as text."
+        )
+    return documents, None
 
 
 def check_paths(source: Any) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hf_posswap.utils.printable import printable
+from hf_posswap.utils.progress import BarReporter, Reporter
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-    from hf_posswap.utils.progress import Reporter
 
 _QUIET_SECONDS, _SHOWN_SECONDS = 30.0, 0.2
 
@@ -102,10 +104,15 @@ class ProgressEstimator:
         self.started = self.last_shown = time.monotonic()
         self.tokens, self.spent = 0, 0.0
         self._bar: tuple[Progress, TaskID] | None = None
+        self._tqdm_bar: Any = None
+        self._stack = ExitStack()
 
     def plan(self, loads: Mapping[str, UnitCost]) -> None:
         """Set the pending units by key; finished ones stay counted."""
         self.pending = {key: load for key, load in loads.items() if key not in self.finished}
+        if self._tqdm_bar is not None:
+            self._tqdm_bar.total = self.total
+            self._tqdm_bar.refresh()
 
     @property
     def total(self) -> int:
@@ -125,16 +132,25 @@ class ProgressEstimator:
         self.tokens, self.spent = self.tokens + load.tokens, self.spent + seconds
         self._show(loss)
 
+    @property
+    def done(self) -> int:
+        """Number of finished units of this run, over all processes."""
+        return min(len(self.finished) * self.share, self.total)
+
     def status_text(self, loss: float | None) -> str:
         """Return the progress as text."""
         rate = f"{self.tokens / max(self.spent, 1e-9):,.0f} tokens/s"
         more = "" if loss is None else f", loss {loss:.3f}"
-        done = min(len(self.finished) * self.share, self.total)
-        return f"unit {done} of {self.total}, {rate}{more}, {_clock(self.left)} left"
+        return f"unit {self.done} of {self.total}, {rate}{more}, {_clock(self.left)} left"
 
     def _show(self, loss: float | None) -> None:
         now = time.monotonic()
-        if self._bar is not None and now - self.last_shown >= _SHOWN_SECONDS:
+        if self._tqdm_bar is not None:
+            self._tqdm_bar.total = self.total
+            self._tqdm_bar.set_description_str(printable(self.label), refresh=False)
+            self._tqdm_bar.set_postfix_str("" if loss is None else f"loss {loss:.3f}", refresh=False)
+            self._tqdm_bar.update(self.done - self._tqdm_bar.n)
+        elif self._bar is not None and now - self.last_shown >= _SHOWN_SECONDS:
             self.last_shown = now
             progress, bar = self._bar
             spent, left = now - self.started, self.left
@@ -146,6 +162,9 @@ class ProgressEstimator:
             self.reporter.line(f"{self.label}: {self.status_text(loss)}")
 
     def __enter__(self) -> ProgressEstimator:
+        if isinstance(self.reporter, BarReporter):
+            self._tqdm_bar = self._stack.enter_context(self.reporter.bar("measuring", self.total, "unit"))
+            return self
         console = self.reporter.console
         if console.is_terminal and not console.is_dumb_terminal:
             from rich.progress import BarColumn, Progress, TextColumn
@@ -158,6 +177,8 @@ class ProgressEstimator:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._tqdm_bar = None
         if self._bar is not None:
             self._bar[0].stop()
             self._bar = None

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from hf_posswap.comparison.candidates import Candidate, ModelLoader
-from hf_posswap.comparison.documents import TEXT, check_paths
+from hf_posswap.comparison.documents import TEXT, check_paths, text_and_count
 from hf_posswap.comparison.measuring import measure_all
 from hf_posswap.comparison.names import candidate_names, reference_name
 from hf_posswap.comparison.pictures import draw_pictures, require_pictures
 from hf_posswap.comparison.preparing import prepare
 from hf_posswap.comparison.ranks import Ranks, open_ranks
 from hf_posswap.comparison.results import keep_date, write_results
-from hf_posswap.comparison.settings import EvalSettings
+from hf_posswap.comparison.settings import EvalSettings, merge_settings
 from hf_posswap.comparison.tokenizers import tokenizer_for
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
+from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length
 from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.devices import resolve_device, resolve_dtype
 from hf_posswap.utils.printable import printable_lines
+from hf_posswap.utils.progress import reporter_for
+from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hf_posswap.schemes.base import Scheme
     from hf_posswap.utils.progress import Reporter
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(ResultView):
     """The results of `evaluate` or `compare`. `print` shows them as Markdown, a notebook as tables.
 
     Attributes:
@@ -44,6 +51,15 @@ class Evaluation:
     results: dict[str, Any]
     folder: Path | None
     computed: int
+
+    def _repr_facts(self) -> dict[str, Any]:
+        folder = None if self.folder is None else str(self.folder)
+        return {
+            "models": list(self.results["models"]),
+            "lengths": self.results["lengths"],
+            "metrics": self.results["metrics"],
+            "folder": folder,
+        }
 
     def __str__(self) -> str:
         from hf_posswap.comparison.tables import markdown
@@ -58,16 +74,27 @@ class Evaluation:
 
 def evaluate(
     model: PreTrainedModel | str | Path,
-    scheme: Scheme | str | None = None,
+    scheme: SchemeChoice | None = None,
     *,
     base: PreTrainedModel | str | Path | None = None,
+    text: Any = None,
     documents: Any = None,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-    out: str | Path | None = None,
+    lengths: Sequence[int] | int | None = None,
+    metrics: Sequence[str] | str | None = None,
+    trials: int | None = None,
+    margin: float | None = None,
+    key_spans: str | Path | None = None,
+    seed: int | None = None,
     settings: EvalSettings | None = None,
     max_length: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    column: str = TEXT,
+    device: Any = None,
+    dtype: Any = None,
+    out: str | Path | None = None,
     pictures: bool = True,
     alone: bool = False,
+    progress: bool | None = None,
     reporter: Reporter | None = None,
     trust_remote_code: bool = False,
     **options: Any,
@@ -76,16 +103,30 @@ def evaluate(
 
     Args:
         model: a transformers model (which is not changed), a folder, or a Hub id.
-        scheme: the scheme to put in first, without training; the model without it is then the base.
+        scheme: the scheme to put in first, without training, as in `patch_model`; the model without it is then the
+            base.
         base: the baseline; None: the model without `scheme`, or nothing.
-        documents: as in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
-        tokenizer: the model's tokenizer; None: that of the folder or Hub id.
-        out: a folder for results.json, tables, and finished units, from which the same call resumes after a stop.
-        settings: what to measure; None: the defaults of `EvalSettings`.
+        text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        documents: maximum number of documents; None: 48. It also takes what `text` takes.
+        lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
+        metrics: names of what to measure, as in `EvalSettings`.
+        trials: passkeys for each length and depth; None: 10.
+        margin: nats per token that the short-context verdict tolerates; None: 0.02.
+        key_spans: a file of key tokens for longppl.
+        seed: seed of needles, bootstraps and permutations; None: 0. For a seed of the scheme, write it in its name:
+            "kerple:seed=1".
+        settings: further settings; those given by name replace them. None: the defaults of `EvalSettings`.
         max_length: tokens that `scheme` should support; None: the longest measured length.
+        tokenizer: the model's tokenizer; None: that of the folder or Hub id.
+        column: the text column, if the text has rows.
+        device: device of a loaded model, "auto", "cpu", "cuda:1", ...; None: the CPU. A model object stays where it is.
+        dtype: dtype of a loaded model, "bfloat16", ...; None: float32 on the CPU, elsewhere that of the checkpoint.
+        out: a folder for results.json, tables, and finished units, from which the same call resumes after a stop.
         pictures: whether to draw pictures if `out` is given.
         alone: as in `compare`.
-        reporter: shows progress; None: silent.
+        progress: show a bar over all units (documents, prompts and lengths of each metric); None: in a notebook and on
+            a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS or `disable_progress_bar` of transformers turns bars off.
+        reporter: shows the progress instead, as the command line does.
         trust_remote_code: as in `compare`.
         options: fields of a `scheme` given by name.
 
@@ -95,17 +136,20 @@ def evaluate(
         PositionRangeError: no model can run one of the lengths.
         NotEnoughMemoryError: a length does not fit into memory; the message says what it needs.
         NumericError: a loss is not finite; earlier measurements are kept.
+        OptionError, UnknownNameError: a setting is invalid; the message says what was expected.
         OptionError, SchemeError, UnsupportedSwapError: as `patch_model`.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap.training import byte_tokenizer
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
-        >>> settings = EvalSettings(lengths=(16, 32), metrics=("ppl_prefix",), documents=2)
-        >>> results = evaluate(model, "rope", tokenizer=byte_tokenizer(), settings=settings).results
+        >>> how = {"lengths": [16, 32], "metrics": "ppl_prefix", "documents": 2, "tokenizer": byte_tokenizer()}
+        >>> results = evaluate(model, "rope", **how).results
         >>> [(name, len(model["ppl_prefix"])) for name, model in results["models"].items()]
         [('GPT2LMHeadModel', 1), ('GPT2LMHeadModel+rope', 2)]
     """
+    if scheme is None and (options or max_length is not None):
+        _refuse_options(options, max_length)
     chosen = Candidate(model, scheme, options, max_length)
     if base is None and scheme is not None:
         base = model
@@ -114,29 +158,58 @@ def evaluate(
         first = [replace(first[0], name="base")]
     return compare(
         [*first, chosen],
+        text=text,
         documents=documents,
-        tokenizer=tokenizer,
-        out=out,
+        lengths=lengths,
+        metrics=metrics,
+        trials=trials,
+        margin=margin,
+        key_spans=key_spans,
+        seed=seed,
         settings=settings,
+        tokenizer=tokenizer,
+        column=column,
+        device=device,
+        dtype=dtype,
+        out=out,
         pictures=pictures,
         alone=alone,
+        progress=progress,
         reporter=reporter,
         trust_remote_code=trust_remote_code,
     )
 
 
+def _refuse_options(options: dict[str, Any], max_length: int | None) -> None:
+    """Raise an OptionError for arguments that say how to put in a scheme, or are misspelt, where there is no scheme."""
+    names = [*options, *([] if max_length is None else ["max_length"])]
+    known = list(inspect.signature(evaluate).parameters)
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in options}
+    hints = [f"Did you mean {match[0]!r}?" for match in near.values() if match]
+    raise OptionError(" ".join([f"{', '.join(names)}: these say how to put in a scheme, and none is given.", *hints]))
+
+
 def compare(
     candidates: Sequence[Candidate | PreTrainedModel | str | Path],
     *,
+    text: Any = None,
     documents: Any = None,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-    out: str | Path | None = None,
+    lengths: Sequence[int] | int | None = None,
+    metrics: Sequence[str] | str | None = None,
+    trials: int | None = None,
+    margin: float | None = None,
+    key_spans: str | Path | None = None,
+    seed: int | None = None,
     settings: EvalSettings | None = None,
+    max_length: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     column: str = TEXT,
     device: Any = None,
     dtype: Any = None,
+    out: str | Path | None = None,
     pictures: bool = True,
     alone: bool = False,
+    progress: bool | None = None,
     reporter: Reporter | None = None,
     trust_remote_code: bool = False,
     against: str | None = None,
@@ -154,23 +227,35 @@ def compare(
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them. By default a folder is
             named after its last component, and a training's `RUN/model` after the run. The first one determines the
             window and the default lengths.
-        documents: as in `evaluate`.
-        tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
-        out: as in `evaluate`.
+        text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        documents: maximum number of documents; None: 48. It also takes what `text` takes.
+        lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
+        metrics: names of what to measure, as in `EvalSettings`.
+        trials: as in `evaluate`.
+        margin: as in `evaluate`.
+        key_spans: as in `evaluate`.
+        seed: as in `evaluate`.
         settings: as in `evaluate`.
-        column: the text column, if documents are rows.
-        device: device of loaded models; None: the CPU, or the device that a launch assigns to each process.
-        dtype: dtype of loaded models; None: float32 on the CPU, elsewhere that of the checkpoint.
+        max_length: tokens that the schemes of candidates without a `max_length` should support; None: the longest
+            measured length.
+        tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
+        column: the text column, if the text has rows.
+        device: as in `evaluate`; None: the CPU, or the device that a launch assigns to each process.
+        dtype: as in `evaluate`.
+        out: as in `evaluate`.
         pictures: whether to draw pictures if `out` is given.
         alone: whether this process measures alone in a launch of several processes; required if the others do not call
             this function.
-        reporter: shows progress; None: silent.
+        progress: show a bar over all units of all models (documents, prompts and lengths of each metric); None: as in
+            `evaluate`.
+        reporter: as in `evaluate`.
         trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
         against: name of the baseline; None: the model called "control", else the first.
         command: the command line to record in the results.
 
     Raises:
-        UnknownNameError: no model is called `against`.
+        UnknownNameError: no model is called `against`, or no such metric.
+        OptionError: a setting is invalid, or a candidate is no model, folder or Hub id.
         DataError: no candidates, duplicate names, or different tokenizers; and as `evaluate`.
         MissingDependencyError: matplotlib is needed for pictures, or accelerate for several processes, and it is not
             installed.
@@ -180,25 +265,36 @@ def compare(
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap.training import byte_tokenizer
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
-        >>> settings = EvalSettings(lengths=(16,), metrics=("ppl_prefix",), documents=2)
         >>> sweep = [Candidate(model, name="base"), Candidate(model, "rope"), Candidate(model, "alibi")]
-        >>> list(compare(sweep, tokenizer=byte_tokenizer(), settings=settings).results["comparisons"])
+        >>> how = {"lengths": [16], "metrics": "ppl_prefix", "documents": 2, "tokenizer": byte_tokenizer()}
+        >>> list(compare(sweep, **how).results["comparisons"])
         ['GPT2LMHeadModel+rope', 'GPT2LMHeadModel+alibi']
     """
-    chosen = [c if isinstance(c, Candidate) else Candidate(c) for c in candidates]
+    chosen = [_with_length(c if isinstance(c, Candidate) else Candidate(c), max_length) for c in _listed(candidates)]
+    text, count = text_and_count(text, documents)
+    settings = merge_settings(
+        settings,
+        {
+            "documents": count, "lengths": lengths, "metrics": metrics, "trials": trials, "margin": margin,
+            "key_spans": key_spans, "seed": seed,
+        },
+    )  # fmt: skip
+    device, dtype, reporter = resolve_device(device), resolve_dtype(dtype), reporter_for(progress, reporter)
+    for candidate in chosen:
+        candidate.check()
     names = candidate_names(chosen)
     reference = reference_name(names, against)
-    settings, folder = settings or EvalSettings(), None if out is None else expand_home(out)
+    folder = None if out is None else expand_home(out)
     if folder is not None and pictures:
         require_pictures()
-    check_paths(documents)
-    _check_early(chosen, settings, folder)
+    check_paths(text)
+    _check_early(settings, folder)
     loaded_tokenizer = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
     loader = ModelLoader({}, ranks.device if device is None else device, dtype, trust_remote_code)
     with _open_store(folder, ranks) as store:  # before weights are loaded, because it may be in use
         works, lengths = ranks.agree(
-            lambda: prepare(chosen, names, reference, loaded_tokenizer, documents, column, settings, store, loader)
+            lambda: prepare(chosen, names, reference, loaded_tokenizer, text, column, settings, store, loader)
         )
         for work in works:
             work.ranks, work.reporter = ranks, reporter if ranks.is_main else None
@@ -208,10 +304,22 @@ def compare(
         return Evaluation(results, folder, sum(ranks.gather(store.computed)))
 
 
-def _check_early(candidates: list[Candidate], settings: EvalSettings, folder: Path | None) -> None:
-    """Check schemes, key spans and the folder before a tokenizer or a model is loaded."""
-    for candidate in candidates:
-        candidate.check()
+def _listed(candidates: Any) -> list[Any]:
+    """Return the candidates as a list, also if only one is given; a module of torch may be iterable, too."""
+    is_one = isinstance(candidates, str | Path | nn.Module) or not isinstance(candidates, Iterable)
+    return [candidates] if is_one else [*candidates]
+
+
+def _with_length(candidate: Candidate, max_length: int | None) -> Candidate:
+    """Return `candidate` with the `max_length` of the call if it puts in a scheme and has none of its own."""
+    check_max_length(max_length)
+    if candidate.scheme is None or candidate.max_length is not None:
+        return candidate
+    return replace(candidate, max_length=max_length)
+
+
+def _check_early(settings: EvalSettings, folder: Path | None) -> None:
+    """Check key spans and the folder before a tokenizer or a model is loaded."""
     if settings.key_spans is not None:
         KeySpans.load(settings.key_spans)
     if folder is not None and folder.exists() and not folder.is_dir():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import OptionError, UnknownNameError
 from hf_posswap.utils.naming import public_name
+from hf_posswap.utils.printable import brief_repr
 
 METRICS = (
     "ppl_prefix",
@@ -37,9 +39,10 @@ class EvalSettings:
     """What to measure, and how.
 
     Attributes:
-        lengths: in tokens; None: 1, 2, 4 and 8 times the original window, as far as a model can run them.
-        metrics: names of `METRICS`; None: the first six for a causal model; mlm_pos, retrieval and vectors for
-            an encoder.
+        lengths: in tokens, a list or one number; None: 1, 2, 4 and 8 times the original window, as far as a model can
+            run them.
+        metrics: names of `METRICS`, a list or one text with commas; None: the first six for a causal model; mlm_pos,
+            retrieval and vectors for an encoder.
         documents: maximum number of documents.
         seed: random seed of needles, bootstraps and permutations.
         depths: relative positions of needles, between 0 and 1.
@@ -53,8 +56,8 @@ class EvalSettings:
         OptionError, UnknownNameError: a value is invalid.
 
     Example:
-        >>> EvalSettings(lengths=(2048, 8192), metrics=("ppl_prefix", "passkey")).documents
-        48
+        >>> EvalSettings(lengths=[2048, 8192], metrics="ppl_prefix,passkey")
+        EvalSettings(lengths=(2048, 8192), metrics=('ppl_prefix', 'passkey'))
     """
 
     lengths: tuple[int, ...] | None = None
@@ -69,27 +72,35 @@ class EvalSettings:
     key_spans: Path | None = None
 
     def __post_init__(self) -> None:
+        for name, value in {
+            "lengths": _numbers(self.lengths),
+            "metrics": _names(self.metrics),
+            "depths": _items(self.depths),
+            "key_spans": Path(self.key_spans) if isinstance(self.key_spans, str) else self.key_spans,
+        }.items():
+            object.__setattr__(self, name, value)
         for name in self.metrics or ():
             if name not in METRICS:
                 raise UnknownNameError("metric", name, METRICS)
         if self.metrics == ():
             raise OptionError(f"metrics names what to measure, got none. Known: {', '.join(METRICS)}.")
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < 2):
-            raise OptionError(f"lengths are numbers of at least 2 tokens, got {list(self.lengths)}.")
+        if self.lengths is not None and not (self.lengths and all(_is_whole(n, 2) for n in self.lengths)):
+            raise OptionError(f"lengths are whole numbers of at least 2 tokens, got {brief_repr(list(self.lengths))}.")
         for name in ("documents", "trials", "tail", "stride"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise OptionError(f"{name} is a whole number of at least 1, got {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            if not _is_whole(value, 1) and not (value is None and name in ("tail", "stride")):
+                raise OptionError(f"{name} is a whole number of at least 1, got {brief_repr(value)}.")
         self._check_numbers()
         if "longppl" in (self.metrics or ()) and self.key_spans is None:
             raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
 
     def _check_numbers(self) -> None:
-        if not (math.isfinite(self.margin) and self.margin >= 0):
-            raise OptionError(f"margin is a number of nats per token, at least 0, got {self.margin!r}.")
-        if self.seed < 0:
-            raise OptionError(f"seed is a whole number of at least 0, got {self.seed!r}.")
-        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise OptionError(f"depths lie between 0 and 1, got {list(self.depths)}.")
+        if not (_is_number(self.margin) and math.isfinite(self.margin) and self.margin >= 0):
+            raise OptionError(f"margin is a number of nats per token, at least 0, got {brief_repr(self.margin)}.")
+        if not _is_whole(self.seed, 0):
+            raise OptionError(f"seed is a whole number of at least 0, got {brief_repr(self.seed)}.")
+        if not self.depths or not all(_is_number(depth) and 0 <= depth <= 1 for depth in self.depths):
+            raise OptionError(f"depths lie between 0 and 1, got {brief_repr(list(self.depths))}.")
 
     def metrics_for(self, causal: bool) -> tuple[str, ...]:
         """Return the metrics to measure; the default depends on whether the model is causal."""
@@ -98,3 +109,54 @@ class EvalSettings:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON data; files are reduced to their names."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=public_name))
+
+    def __repr__(self) -> str:
+        fields = (field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
+        return f"EvalSettings({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in fields)})"
+
+
+SETTING_NAMES = tuple(field.name for field in dataclasses.fields(EvalSettings))
+
+
+def merge_settings(settings: EvalSettings | None, given: dict[str, Any]) -> EvalSettings:
+    """Return `settings`, or the defaults, with those of the values `given` by name that are not None.
+
+    Raises:
+        OptionError, UnknownNameError: a value is invalid, or `settings` are not `EvalSettings`.
+
+    Example:
+        >>> merge_settings(EvalSettings(trials=3), {"lengths": [64, 128], "trials": None})
+        EvalSettings(lengths=(64, 128), trials=3)
+    """
+    if settings is not None and not isinstance(settings, EvalSettings):
+        raise OptionError(
+            f"settings are EvalSettings, got {brief_repr(settings)}: give EvalSettings(lengths=[1024]), or "
+            "lengths=[1024] without settings."
+        )
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(settings or EvalSettings(), **changes)
+
+
+def _numbers(lengths: Any) -> Any:
+    return (lengths,) if isinstance(lengths, int) else None if lengths is None else _items(lengths)
+
+
+def _names(metrics: Any) -> Any:
+    if isinstance(metrics, str):
+        return tuple(name.strip() for name in metrics.split(","))
+    return None if metrics is None else _items(metrics)
+
+
+def _items(values: Any) -> tuple[Any, ...]:
+    """Return the items of a list as a tuple; anything else becomes its only item, which a check then refuses."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return (values,)
+    return tuple(value.item() if hasattr(value, "item") else value for value in values)
+
+
+def _is_whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

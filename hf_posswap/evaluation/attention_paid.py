@@ -18,6 +18,7 @@ from hf_posswap.evaluation.memory import GIB, available_bytes
 from hf_posswap.evaluation.reach import Reach, reach_of
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +29,8 @@ _LEAST = 16
 """Minimum number of queries of one forward."""
 
 
-@dataclass(frozen=True)
-class AttentionPaid:
+@dataclass(frozen=True, repr=False)
+class AttentionPaid(ResultView):
     """The attention that a model pays while it reads texts, each from its start.
 
     The first token of a text is excluded as a key and as a query: it is an attention sink, which would distort the

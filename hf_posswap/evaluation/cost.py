@@ -15,13 +15,14 @@ from torch import Tensor
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Cost:
+@dataclass(frozen=True, repr=False)
+class Cost(ResultView):
     """The cost of one length.
 
     Attributes:

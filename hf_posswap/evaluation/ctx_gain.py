@@ -16,10 +16,11 @@ import torch
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS, ratio_interval
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class GainScore:
+@dataclass(frozen=True, repr=False)
+class GainScore(ResultView):
     """The gain from `context` tokens.
 
     Attributes:
@@ -121,8 +122,8 @@ def context_gain(
     return scores
 
 
-@dataclass(frozen=True)
-class FarContext:
+@dataclass(frozen=True, repr=False)
+class FarContext(ResultView):
     """Whether text beyond the original window helps a model.
 
     Attributes:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.statistics import wilson_interval
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class EffectiveLength:
+@dataclass(frozen=True, repr=False)
+class EffectiveLength(ResultView):
     """The length up to which a model keeps its base accuracy.
 
     Attributes:

@@ -21,13 +21,14 @@ from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.evaluation.windows import sliding_windows, window_losses
 from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.result_views import ResultView
 
 SPANS_VERSION = 1
 _FIELDS = {"version", "evaluator", "short", "stride", "gain", "limit", "documents", "spans"}
 
 
-@dataclass(frozen=True)
-class KeySpans:
+@dataclass(frozen=True, repr=False)
+class KeySpans(ResultView):
     """The key tokens of some documents.
 
     Attributes:
@@ -47,6 +48,14 @@ class KeySpans:
     limit: float
     documents: tuple[str, ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
+
+    def _repr_facts(self) -> dict[str, Any]:
+        count = sum(map(len, self.spans))
+        names = ("evaluator", "short", "stride", "gain", "limit")
+        return {name: getattr(self, name) for name in names} | {"documents": len(self.documents), "spans": count}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [(name, str(value)) for name, value in self._repr_facts().items()]
 
     def masks(self, documents: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return for each document a mask of its key tokens without the first token, bool [L - 1].

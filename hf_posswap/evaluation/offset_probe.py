@@ -16,10 +16,11 @@ import torch
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.evaluation.statistics import ratio_interval
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class OffsetScore:
+@dataclass(frozen=True, repr=False)
+class OffsetScore(ResultView):
     """The loss at one offset.
 
     Attributes:

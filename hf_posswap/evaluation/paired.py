@@ -12,13 +12,14 @@ import numpy as np
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS, spread_of
+from hf_posswap.utils.result_views import ResultView
 
 _EXACT_DOCUMENTS = 12  # up to 4096 sign patterns are enumerated
 _CHUNK = 1000
 
 
-@dataclass(frozen=True)
-class Change:
+@dataclass(frozen=True, repr=False)
+class Change(ResultView):
     """The change between two models on the same tokens.
 
     Attributes:
@@ -38,8 +39,8 @@ class Change:
     no_verdict: str | None
 
 
-@dataclass(frozen=True)
-class NonInferiority:
+@dataclass(frozen=True, repr=False)
+class NonInferiority(ResultView):
     """Whether a model is not worse than another by more than a margin.
 
     Attributes:

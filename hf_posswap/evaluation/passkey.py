@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,8 +32,8 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 LARGEST_KEY = 50_000
 
 
-@dataclass(frozen=True)
-class PasskeyCell:
+@dataclass(frozen=True, repr=False)
+class PasskeyCell(ResultView):
     """The result of one model at one length and depth.
 
     Attributes:

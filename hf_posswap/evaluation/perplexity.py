@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_posswap.evaluation.statistics import ratio_interval
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class LengthScore:
+@dataclass(frozen=True, repr=False)
+class LengthScore(ResultView):
     """Perplexity at one length.
 
     Attributes:
@@ -38,8 +39,8 @@ class LengthScore:
     tokens: int
 
 
-@dataclass(frozen=True)
-class PositionScore:
+@dataclass(frozen=True, repr=False)
+class PositionScore(ResultView):
     """Mean loss of the tokens at some positions.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 _LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")  # rope types whose frequencies depend on the total length
 
 
-@dataclass(frozen=True)
-class Reach:
+@dataclass(frozen=True, repr=False)
+class Reach(ResultView):
     """The lengths that a model can run.
 
     Attributes:

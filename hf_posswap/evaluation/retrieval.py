@@ -19,6 +19,7 @@ from torch.nn import functional
 from hf_posswap.errors import DataError, NumericError, OptionError
 from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.statistics import wilson_interval
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,8 +45,8 @@ _FACTS = (
 )
 
 
-@dataclass(frozen=True)
-class RetrievalScore:
+@dataclass(frozen=True, repr=False)
+class RetrievalScore(ResultView):
     """How often the right document is the nearest.
 
     Attributes:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,8 +54,8 @@ class TaskText:
 TaskGenerator = Callable[[np.random.Generator], TaskText]
 
 
-@dataclass(frozen=True)
-class RulerPrompt:
+@dataclass(frozen=True, repr=False)
+class RulerPrompt(ResultView):
     """A prompt as tokens.
 
     Attributes:
@@ -64,6 +65,9 @@ class RulerPrompt:
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"tokens": len(self.ids), "spans": self.spans}
 
 
 def _number(random: np.random.Generator) -> str:

@@ -17,10 +17,11 @@ from torch.nn import functional
 from hf_posswap.errors import DataError, NumericError
 from hf_posswap.evaluation.paired import NonInferiority, non_inferiority
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class ShortDocument:
+@dataclass(frozen=True, repr=False)
+class ShortDocument(ResultView):
     """Sums over the tokens of one document.
 
     Attributes:
@@ -38,8 +39,8 @@ class ShortDocument:
     agreed: int
 
 
-@dataclass(frozen=True)
-class ShortRegression:
+@dataclass(frozen=True, repr=False)
+class ShortRegression(ResultView):
     """The effect of the swap within the original window.
 
     Attributes:

@@ -13,13 +13,14 @@ from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.reach import reach_of
 from hf_posswap.evaluation.retrieval import embed
 from hf_posswap.evaluation.statistics import ratio_interval
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class VectorScore:
+@dataclass(frozen=True, repr=False)
+class VectorScore(ResultView):
     """The similarity of vectors at one length.
 
     Attributes:

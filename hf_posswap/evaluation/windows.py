@@ -10,10 +10,11 @@ import torch
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class Window:
+@dataclass(frozen=True, repr=False)
+class Window(ResultView):
     """One forward over a span of a text.
 
     Attributes:

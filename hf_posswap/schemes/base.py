@@ -285,6 +285,19 @@ def scheme_class(name: str) -> type[Scheme]:
     return SCHEMES.get(name)
 
 
+def class_of_text(text: str) -> type[Scheme]:
+    """Return the scheme that `text` names as `make_scheme` reads it: in any spelling, alone or with fields.
+
+    Raises:
+        UnknownNameError: as `scheme_class`.
+
+    Example:
+        >>> class_of_text("YaRN:factor=4").name
+        'yarn'
+    """
+    return scheme_class(_registered(text).partition(":")[0])
+
+
 def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
     """Return the schemes for models that take such inputs, by their names.
 

@@ -16,6 +16,7 @@ from hf_posswap.schemes.common.bias import LinearBias
 from hf_posswap.search.profiles import distances_of, score_profiles
 from hf_posswap.search.table_effect import NEGLIGIBLE, distance_weights, inverse_of_distances, watch_table
 from hf_posswap.search.tables import check_rows, check_table
+from hf_posswap.utils.progress import counted, reporter_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +25,9 @@ _OWNER = "fit_bias"
 
 
 @alone()
-def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], tokens: Any) -> PerLayer:
+def fit_bias(
+    model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], tokens: Any, *, progress: bool | None = None
+) -> PerLayer:
     """Return `scheme` with the bias per layer and head that best approximates the effect of the position table.
 
     With the table, a layer's scores are s_ij = scaling q_i k_j; without it, and with the fitted biases in the layers
@@ -49,6 +52,8 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
             the table, and once per layer without it.
         scheme: "alibi" or "t5", with or without the options interpolation, num_buckets, max_distance.
         tokens: rows of token ids, one text per row, without padding, each within the original length.
+        progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS
+            or `disable_progress_bar` of transformers turns bars off.
 
     Returns:
         The scheme of each layer, for `patch_model(model, fit_bias(model, "alibi", tokens))`.
@@ -61,6 +66,7 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
         DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
         AlreadyPatchedError: it carries a swap.
         ModelInUseError: a forward of the model is running, or another thread changes it.
+        OptionError: `progress` is not True, False or None.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,6 +78,7 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
         >>> swap_plan(patch_model(model, fitted)).scheme == fitted
         True
     """
+    reporter = reporter_for(progress)
     unwrapped: Any = unwrap(model)
     requested = _checked_scheme(scheme)
     sites = check_table(unwrapped, requested, _OWNER)
@@ -81,20 +88,21 @@ def fit_bias(model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], toke
     assert isinstance(resolved, LinearBias)
     distances = distances_of(geometry, max(map(len, rows)))
     features = resolved.features(distances, geometry)  # [F, N]
-    table_watches = watch_table(unwrapped, geometry, rows)
     inverses: dict[tuple[int, int] | None, Tensor] = {}  # shared by layers with the same reach
     fitted_layers: dict[int, Scheme] = {}
-    for layer in range(geometry.num_layers):
-        untabled_profile = score_profiles(unwrapped, Alibi(), geometry, rows, [layer], fitted_layers)[layer]
-        seen = table_watches[layer].sees(distances)  # [N]
-        if table_watches[layer].reach not in inverses:
-            inverses[table_watches[layer].reach] = inverse_of_distances(distances[seen], rows)
-        target_bias = (table_watches[layer].profile - untabled_profile)[:, seen] @ inverses[
-            table_watches[layer].reach
-        ]  # [H, visible distances]
-        attention = table_watches[layer].attention[:, seen]
-        weights = [_solved(features[:, seen], *pair) for pair in zip(target_bias, attention, strict=True)]
-        fitted_layers[layer] = resolved.with_weights(torch.stack(weights), geometry)
+    with counted(reporter, "fit_bias: layers", geometry.num_layers) as count:
+        table_watches = watch_table(unwrapped, geometry, rows)
+        for layer in range(geometry.num_layers):
+            untabled_profile = score_profiles(unwrapped, Alibi(), geometry, rows, [layer], fitted_layers)[layer]
+            table = table_watches[layer]
+            seen = table.sees(distances)  # [N]
+            if table.reach not in inverses:
+                inverses[table.reach] = inverse_of_distances(distances[seen], rows)
+            target_bias = (table.profile - untabled_profile)[:, seen] @ inverses[table.reach]  # [H, visible distances]
+            attention = table.attention[:, seen]
+            weights = [_solved(features[:, seen], *pair) for pair in zip(target_bias, attention, strict=True)]
+            fitted_layers[layer] = resolved.with_weights(torch.stack(weights), geometry)
+            count(None)
     return PerLayer(layers=fitted_layers)  # type: ignore[arg-type]
 
 

@@ -22,6 +22,8 @@ from hf_posswap.schemes.common import checks
 from hf_posswap.search.documents import leading_documents
 from hf_posswap.search.fitness import evaluating
 from hf_posswap.text.tokens import check_token_ids
+from hf_posswap.utils.progress import counted, reporter_for
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,8 +34,8 @@ COARSE = 8
 """Number of coarse steps in [0, maximum] before refinement around the best one."""
 
 
-@dataclass(frozen=True)
-class LogitScaleFit:
+@dataclass(frozen=True, repr=False)
+class LogitScaleFit(ResultView):
     """The result of `fit_logit_scale`.
 
     Attributes:
@@ -46,6 +48,20 @@ class LogitScaleFit:
     losses: dict[float, float]
     length: int
 
+    def __str__(self) -> str:
+        return (
+            f"logit scale {self.logit_scale:.4g}: loss {self.losses[self.logit_scale]:.4f} nats per token at "
+            f"{self.length} tokens, {self.losses[0.0]:.4f} without"
+        )
+
+    def _repr_facts(self) -> dict[str, Any]:
+        loss, without = self.losses[self.logit_scale], self.losses[0.0]
+        return {"logit_scale": self.logit_scale, "loss": loss, "loss_without": without, "length": self.length}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        rows = [(f"loss at {scale:.4g}", f"{loss:.4f}") for scale, loss in sorted(self.losses.items())]
+        return [("logit scale", f"{self.logit_scale:.4g}"), ("length", f"{self.length} tokens"), *rows]
+
 
 @alone(parameters=False)
 def fit_logit_scale(
@@ -56,6 +72,7 @@ def fit_logit_scale(
     tokenizer: PreTrainedTokenizerBase | None = None,
     maximum: float = 2.0,
     tolerance: float = 0.01,
+    progress: bool | None = None,
 ) -> LogitScaleFit:
     """Return the c that minimizes the loss of a model without positions on `texts` at `length` tokens.
 
@@ -70,12 +87,15 @@ def fit_logit_scale(
         tokenizer: the model's tokenizer, for strings.
         maximum: the largest c to try, > 0.
         tolerance: accuracy of c, > 0.
+        progress: show a bar of the candidates; None: in a notebook and on a terminal, unless
+            HF_HUB_DISABLE_PROGRESS_BARS or `disable_progress_bar` of transformers turns bars off.
 
     Raises:
         NotPatchedError: the model has no logit scale.
         SchemeError: the length is within the original one, or maximum or tolerance is invalid.
         DataError: texts are too short, or their ids belong to another model.
         ModelInUseError: a forward of the model is running, or another thread changes it.
+        OptionError: `progress` is not True, False or None.
 
     Example:
         >>> import torch
@@ -87,6 +107,7 @@ def fit_logit_scale(
         >>> fit.losses[fit.logit_scale] <= fit.losses[0.0]
         True
     """
+    reporter = reporter_for(progress)
     before = logit_scale_of(model)
     target: Any = unwrap(model)
     original = target._posswap.plan.scheme.original_length
@@ -104,14 +125,29 @@ def fit_logit_scale(
             set_logit_scale(model, scale)
             measured = measure_losses(target, documents, [length], one_pass=True)
             losses[scale] = float(measured[length].mean(dtype=np.float64))
+            count(losses[scale])
         return losses[scale]
 
-    with evaluating(target):
+    total = _most_candidates(maximum, tolerance)
+    with evaluating(target), counted(reporter, "fit_logit_scale: candidates", total) as count:
         try:
             best = _least(loss, maximum, tolerance)
         finally:
             set_logit_scale(model, before)
     return LogitScaleFit(best, losses, length)
+
+
+def _most_candidates(maximum: float, tolerance: float) -> int:
+    """Return the most candidates that `_least` tries: the coarse steps, then golden section, one more a step.
+
+    Example:
+        >>> tried = set()
+        >>> _ = _least(lambda scale: (tried.add(scale), (scale - 0.9) ** 2)[1], 2.0, 0.01)
+        >>> len(tried), _most_candidates(2.0, 0.01)
+        (19, 19)
+    """
+    steps = math.ceil(math.log(tolerance * COARSE / (2 * maximum)) / math.log(GOLDEN))
+    return COARSE + 1 + max(steps + 1, 0)
 
 
 def _least(loss: Callable[[float], float], maximum: float, tolerance: float) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posswap.errors import OptionError
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.search.documents import leading_documents
@@ -20,9 +21,12 @@ from hf_posswap.search.result import LongRopeSearch
 from hf_posswap.search.session import Session, progress_bar
 from hf_posswap.search.subject import SearchSettings, searched_geometry, searched_positions, target_length
 from hf_posswap.text.tokens import check_token_ids
+from hf_posswap.utils.progress import reporter_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_posswap.utils.progress import Reporter
 
 
 @alone()
@@ -38,7 +42,9 @@ def search_longrope(
     original_positions: Sequence[int] | None = None,
     state: str | Path | None = None,
     seed: int = 0,
-    progress: bool = True,
+    native: bool = False,
+    progress: bool | None = None,
+    reporter: Reporter | None = None,
 ) -> LongRopeSearch:
     """Search the LongRoPE scheme with the lowest loss of `model` on `texts` at `factor` times its original length.
 
@@ -62,9 +68,13 @@ def search_longrope(
         state: a file that is updated after each iteration; a stopped search resumes from it, with the same result as an
             uninterrupted one. A finished search continues if it is given more iterations.
         seed: random seed.
-        progress: show a progress bar on stderr, or a line every 30 seconds if that is not a terminal.
+        native: search only what stock transformers can run, which is `original_positions=[0]`.
+        progress: show a bar of the candidates; None: in a notebook and on a terminal, unless
+            HF_HUB_DISABLE_PROGRESS_BARS or `disable_progress_bar` of transformers turns bars off.
+        reporter: shows the progress instead, as the command line does.
 
     Raises:
+        OptionError: `native` was given with `original_positions`, or `progress` is not True, False or None.
         SchemeError: an invalid factor, population, rate, n-hat, ...
         DataError: texts are too short or of another model, or the model has no output head.
         UnsupportedSwapError, UnsupportedModelError: the model is not causal, not rotary, has no weights (meta), or no
@@ -85,16 +95,19 @@ def search_longrope(
         >>> result.perplexity <= min(result.seeds.values()), result.scheme.factor
         (True, 2.0)
     """
+    reporter = reporter_for(progress, reporter)
+    if native and original_positions is not None:
+        raise OptionError("native=True is original_positions=[0]: give one of them.")
     settings = SearchSettings(factor, population, iterations, mutation_rate, seed)
     target: Any = unwrap(model)
     geometry = searched_geometry(target, settings.factor)
-    positions = searched_positions(target, settings.factor, geometry, original_positions)
+    positions = searched_positions(target, settings.factor, geometry, [0] if native else original_positions)
     documents = leading_documents(texts, tokenizer, target_length(settings.factor, geometry))
     check_token_ids(target, documents)
     search = Session(target, documents, geometry, settings, positions, None if state is None else Path(state))
     search_progress = search.progress()
     with (
-        progress_bar(settings.evaluations, len(search_progress.seen), progress) as task,
+        progress_bar(settings.evaluations, len(search_progress.seen), reporter) as task,
         Interrupts() as interrupts,
         evaluating(target),
     ):

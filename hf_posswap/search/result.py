@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.schemes import LongRope
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class LongRopeSearch:
+@dataclass(frozen=True, repr=False)
+class LongRopeSearch(ResultView):
     """The result of `search_longrope`.
 
     Attributes:
@@ -43,6 +44,22 @@ class LongRopeSearch:
             f"perplexity {self.perplexity:.6g} after {self.evaluations[-1]} evaluations ({seeds}) on {self.documents} "
             f"documents of {self.length} tokens"
         )
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {
+            "perplexity": self.perplexity,
+            "factor": self.scheme.factor,
+            "seeds": self.seeds,
+            "evaluations": self.evaluations[-1],
+        }
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [
+            ("perplexity", f"{self.perplexity:.6g} on {self.documents} documents of {self.length} tokens"),
+            *((f"perplexity of {name}", f"{perplexity:.6g}") for name, perplexity in self.seeds.items()),
+            ("evaluations", str(self.evaluations[-1])),
+            ("scheme", str(self.scheme)),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON data."""

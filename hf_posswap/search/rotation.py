@@ -23,6 +23,8 @@ from hf_posswap.search.heads import Projection, balanced_bases, find_projections
 from hf_posswap.search.profiles import LayerWatch, centred_sums, read_watched
 from hf_posswap.search.table_effect import TableWatch, distance_weights, inverse_of_distances, watch_table
 from hf_posswap.search.tables import check_rows, check_table
+from hf_posswap.utils.progress import counted, reporter_for
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,8 +41,8 @@ _ALLOWED = 1e-3
 _EXACT_ENOUGH = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class RotationFit:
+@dataclass(frozen=True, repr=False)
+class RotationFit(ResultView):
     """The result of `fit_rotation`.
 
     Attributes:
@@ -53,6 +55,23 @@ class RotationFit:
     explained: tuple[tuple[float, ...], ...]
     dropped: tuple[tuple[float, ...], ...]
 
+    def _repr_facts(self) -> dict[str, Any]:
+        explained, dropped = (np.asarray(values) for values in (self.explained, self.dropped))
+        return {
+            "layers": len(self.explained),
+            "heads": explained.shape[-1],
+            "mean_explained": float(explained.mean()),
+            "min_explained": float(explained.min()),
+            "mean_dropped": float(dropped.mean()),
+        }
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        layers = zip(self.explained, self.dropped, strict=True)
+        return [
+            (f"layer {layer}", f"explained {np.mean(explained):.0%}, dropped {np.mean(dropped):.1e} (mean over heads)")
+            for layer, (explained, dropped) in enumerate(layers)
+        ]
+
     def __str__(self) -> str:
         explained, dropped = (np.asarray(values) for values in (self.explained, self.dropped))
         return (
@@ -64,7 +83,7 @@ class RotationFit:
 
 @alone()
 @torch.no_grad()
-def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
+def fit_rotation(model: PreTrainedModel, tokens: Any, *, progress: bool | None = None) -> RotationFit:
     """Fit the queries and keys of a model swapped from a learned table to a partial rotation to the table's effect.
 
     A swap alone rotates the first R of the D dimensions of each head, whatever they contain, and disables heads that
@@ -92,6 +111,8 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
             the swap keeps the mean of the table.
         tokens: rows of token ids, one text per row, without padding, each within the original length; a few thousand
             tokens are enough. The model reads all of them once per layer.
+        progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS
+            or `disable_progress_bar` of transformers turns bars off.
 
     Returns:
         The explained and dropped shares. The model is changed in place, and restored after an error.
@@ -106,6 +127,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
         UnsupportedModelError: its weights are on meta.
         DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
         ModelInUseError: a forward of the model is running, or another thread changes it.
+        OptionError: `progress` is not True, False or None.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -116,6 +138,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
         >>> len(fit.explained), len(fit.explained[0])
         (2, 2)
     """
+    reporter = reporter_for(progress)
     target: Any = unwrap(model)
     scheme, base = _checked_scheme(target), _unswapped(target)
     sites = check_table(base, scheme, _OWNER)
@@ -132,11 +155,14 @@ def fit_rotation(model: PreTrainedModel, tokens: Any) -> RotationFit:
     before = [[projection.read() for projection in pair] for pair in pairs]
     layer_fits = []
     try:
-        for layer, pair in enumerate(pairs):
-            seen = _states(target, geometry, rows, layer)
-            bases = _change_bases(pair, seen)
-            _prove_bases(seen.states[0], bases, _states(target, geometry, rows[:1], layer).states[0])
-            layer_fits.append(_fit_layer(seen, bases, pair, table[layer], inverses[table[layer].reach], waves[layer]))
+        with counted(reporter, "fit_rotation: layers", len(pairs)) as count:
+            for layer, pair in enumerate(pairs):
+                seen = _states(target, geometry, rows, layer)
+                bases = _change_bases(pair, seen)
+                _prove_bases(seen.states[0], bases, _states(target, geometry, rows[:1], layer).states[0])
+                inverse = inverses[table[layer].reach]
+                layer_fits.append(_fit_layer(seen, bases, pair, table[layer], inverse, waves[layer]))
+                count(None)
     except BaseException:
         for pair, original_values in zip(pairs, before, strict=True):
             for projection, values in zip(pair, original_values, strict=True):

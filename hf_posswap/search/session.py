@@ -25,7 +25,7 @@ from hf_posswap.search.subject import SearchSettings
 from hf_posswap.utils.weights_digest import weights_digest
 
 if TYPE_CHECKING:
-    from hf_posswap.utils.progress import Task
+    from hf_posswap.utils.progress import Reporter, Task
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class Session:
 
 
 @contextmanager
-def progress_bar(total: int, done: int, shown: bool) -> Iterator[Task]:
-    """Show the progress of `total` evaluations, of which `done` are already finished."""
+def progress_bar(total: int, done: int, reporter: Reporter | None) -> Iterator[Task]:
+    """Show the progress of `total` evaluations, of which `done` are already finished; without a reporter, nothing."""
     from rich.console import Console
 
     from hf_posswap.utils.progress import Reporter
 
-    console = Console(stderr=True) if shown else Console(file=io.StringIO())
-    with Reporter(console).task("searching LongRoPE", total) as task:
+    silent = Reporter(Console(file=io.StringIO()))
+    with (reporter or silent).task("searching LongRoPE", total) as task:
         task.skip(done)
         yield task

@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posswap.utils.result_views import ResultView
+
 PACKAGES = ("hf-posswap", "transformers", "torch", "safetensors", "accelerate", "peft")
 
 
@@ -29,8 +31,8 @@ class Check:
     touch: str | None = None
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(ResultView):
     """The report of `selfcheck`.
 
     Attributes:
@@ -42,6 +44,15 @@ class Report:
     versions: dict[str, str]
     checks: tuple[Check, ...]
     seconds: float
+
+    def _repr_facts(self) -> dict[str, Any]:
+        seconds = round(self.seconds, 1)
+        return {"ok": self.ok, "checks": len(self.checks), "failed": len(self.failed), "seconds": seconds}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        outcome = {True: "ok", False: "FAILED", None: "skipped"}
+        rows = [(f"{check.subject}: {check.step}", f"{outcome[check.ok]}: {check.said}") for check in self.checks]
+        return [*self.versions.items(), *rows]
 
     @property
     def failed(self) -> tuple[Check, ...]:

@@ -10,15 +10,17 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_posswap.errors import DataError
+from hf_posswap.utils.result_views import ResultView
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 _LEAST_BYTES = 1_000_000
 
 
-@dataclass(frozen=True)
-class Document:
+@dataclass(frozen=True, repr=False)
+class Document(ResultView):
     """One whole text.
 
     Attributes:
@@ -29,9 +31,12 @@ class Document:
     name: str
     text: str
 
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"name": self.name, "text": self.text, "characters": len(self.text)}
 
-@dataclass(frozen=True)
-class Corpus:
+
+@dataclass(frozen=True, repr=False)
+class Corpus(ResultView):
     """Documents in two disjoint parts.
 
     Attributes:
@@ -41,6 +46,13 @@ class Corpus:
 
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"train": len(self.train), "held_out": len(self.held_out), "digest": self.digest[:16]}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        parts = {"train": self.train, "held_out": self.held_out}
+        return [(name, f"{len(part)} documents") for name, part in parts.items()]
 
     @property
     def digest(self) -> str:

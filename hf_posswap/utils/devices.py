@@ -1,12 +1,18 @@
-"""The device whose ways of computing a tensor takes: its own, or another one that it stands for."""
+"""Devices and dtypes as callers give them, and the device that decides how a tensor is computed with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from hf_posswap.errors import OptionError
+from hf_posswap.utils.format import said_by
+from hf_posswap.utils.printable import brief_repr
 
 _STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
 
@@ -36,3 +42,50 @@ def standing_for(device: str) -> Iterator[None]:
         yield
     finally:
         _STANDS_FOR.reset(before)
+
+
+def resolve_device(device: Any) -> torch.device | None:
+    """Return the device that a caller gave: a torch.device, its name, or "auto", a GPU if there is one; None stays.
+
+    Raises:
+        OptionError: no such device here.
+
+    Example:
+        >>> resolve_device("cpu"), resolve_device(None)
+        (device(type='cpu'), None)
+    """
+    if device is None:
+        return None
+    if isinstance(device, str) and device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, device=resolved)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch raises any of them, by build
+        raise OptionError(
+            f"device {brief_repr(device)} cannot be used here ({said_by(error)}): give 'auto' or 'cpu'."
+        ) from error
+    if resolved.type == "meta":
+        raise OptionError("device 'meta' holds no numbers: give 'auto' or 'cpu'.")
+    return resolved
+
+
+def resolve_dtype(dtype: Any) -> Any:
+    """Return the floating-point dtype that a caller gave, a torch.dtype or its name; "auto" and None stay.
+
+    Raises:
+        OptionError: no such dtype.
+
+    Example:
+        >>> resolve_dtype("bfloat16"), resolve_dtype("auto")
+        (torch.bfloat16, 'auto')
+    """
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return dtype
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise OptionError(
+            f"dtype is a floating-point precision of torch, such as 'float32' or torch.bfloat16, got "
+            f"{brief_repr(dtype)}."
+        )
+    return resolved

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from html import escape as escape_markup
+from pathlib import Path
 
 from hf_posswap.utils.printable import printable_lines
 
@@ -48,6 +50,15 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
     body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     top = f"<thead><tr>{head}</tr></thead>" if head else ""
     return f'<table style="color:inherit;background:none;border-collapse:collapse">{top}<tbody>{body}</tbody></table>'
+
+
+def picture(path: Path) -> str:
+    """Return the PNG file `path` as an image inside the page; a sentence where it is not there any more."""
+    try:
+        data = base64.b64encode(path.read_bytes()).decode("ascii")
+    except OSError:
+        return paragraph(f"{path} is not there any more")
+    return f'<img alt="{escape(path.name)}" style="max-width:100%" src="data:image/png;base64,{data}">'
 
 
 def _cells(row: Sequence[str]) -> str:

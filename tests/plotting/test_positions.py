@@ -13,11 +13,20 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.transforms import Bbox
-from transformers import BloomConfig, LlamaConfig
+from transformers import BloomConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
+import hf_posswap
+from hf_posswap import patch_model
+from hf_posswap.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    SchemeError,
+    UnknownNameError,
+    UnsupportedSwapError,
+)
 from hf_posswap.plotting import PICTURES, canvas, draw_positions
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.maps import PLACES, token_at
@@ -26,6 +35,11 @@ from hf_posswap.schemes import SCHEMES, Learned, make_scheme
 
 SHAPE = sample_geometry(heads=4, dim=16, length=64)
 PLACED = torch.arange(0, 256, 7)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=11, n_positions=32))
 
 
 def seen(name: str, **options: object) -> Shown:
@@ -299,6 +313,16 @@ def test_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (["rope"], {"factor": math.nan}, OptionError, "got nan"),
         (["rope_2d"], {}, OptionError, "rope_2d is for images"),
         (["longrope"], {}, SchemeError, "long_factor"),
+        (
+            ["rope"],
+            {"heads": 2, "geometry": SHAPE},
+            OptionError,
+            "geometry and heads are given, and each says the geom",
+        ),
+        (["rope"], {"model": gpt2(), "dim": 8, "length": 9}, OptionError, "model and dim, length are given"),
+        (["rope"], {"dim": 7}, OptionError, "dim must be even"),
+        (["rope"], {"model": "gpt2"}, UnsupportedSwapError, "got str; load the model first"),
+        (["rope"], {"model": patch_model(gpt2(), "alibi")}, DataError, r"this GPT2LMHeadModel carries a swap \(alibi"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
@@ -307,6 +331,37 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
     with pytest.raises(error, match=message):
         draw_positions(schemes, tmp_path / "out", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_strings_and_single_values_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = draw_positions([make_scheme("rope", base=500.0)], tmp_path / "a", pictures=["scores"])
+    for given in ("rope:base=500", {"rope_type": "default", "rope_theta": 500.0}, make_scheme("rope", base=500.0)):
+        drawn = draw_positions(given, "pics/deep", pictures="scores")
+        assert [one.path for one in drawn] == [Path("pics/deep/scores.png")]
+        assert drawn[0].said == expected[0].said
+        assert drawn[0].path.read_bytes() == expected[0].path.read_bytes()
+    for out in (None, 3):
+        with pytest.raises(OptionError, match="out is the folder for the pictures, a path, got"):
+            draw_positions("rope", out)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write to the folder"):
+        draw_positions("rope", "file")
+
+
+def test_a_model_or_its_numbers_say_the_geometry(tmp_path: Path) -> None:
+    model = gpt2()
+    report = hf_posswap.describe_positions(model)
+    table = model.transformer.wpe.weight.detach().float()
+    expected = draw_positions(["learned", "alibi"], tmp_path / "a", geometry=report.geometry, old=table)
+    drawn = draw_positions(["learned", "alibi"], tmp_path / "b", model=model)
+    assert [one.said for one in drawn] == [one.said for one in expected]
+    for one, other in zip(drawn, expected, strict=True):
+        assert one.path.read_bytes() == other.path.read_bytes()
+    numbers_given = draw_positions("rope", tmp_path / "c", heads=4, dim=16, length=64)
+    assert [one.said for one in numbers_given] == [
+        one.said for one in draw_positions("rope", tmp_path / "d", geometry=SHAPE)
+    ]
 
 
 @pytest.mark.parametrize(

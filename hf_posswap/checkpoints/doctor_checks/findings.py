@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
 
 Severity = Literal["error", "warning", "note"]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(ResultView):
     """One problem.
 
     Attributes:
@@ -48,8 +50,8 @@ class Serving:
     engine: str
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(ResultView):
     """The result of `doctor`. `print(diagnosis)` shows it.
 
     Attributes:
@@ -65,6 +67,19 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
     serving: tuple[Serving, ...] = ()
+
+    def _repr_facts(self) -> dict[str, Any]:
+        counts = {name: sum(f.severity == name for f in self.findings) for name in _ORDER}
+        facts = {"source": self.source, "clean": self.clean, "positions": self.positions}
+        return facts | {f"{name}s": count for name, count in counts.items() if count}
+
+    def _repr_html_(self) -> str:
+        parts = [html_tables.title(f"{self.source}: {self.positions}")]
+        rows = [(f.severity, f.where, f.what, f.do) for f in self.findings]
+        header = ("severity", "where", "problem", "what to do")
+        parts.append(html_tables.table(rows, header) if rows else html_tables.paragraph("nothing found"))
+        serving = [(s.target, s.verdict, s.command or s.why, s.engine) for s in self.serving]
+        return html_tables.together([*parts, *([html_tables.table(serving)] if serving else [])])
 
     @property
     def clean(self) -> bool:

@@ -21,6 +21,8 @@ from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
 from hf_posswap.utils.atomic_io import read_object, replacing, write_json
+from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.weight_shapes import folder_shapes
 
 FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
@@ -30,8 +32,8 @@ GRAPHS = ("onnx", "torch")
 _OPENED = {"onnx": "onnxruntime.InferenceSession({file!r})", "torch": "torch.export.load({file!r}).module()"}
 
 
-@dataclass(frozen=True)
-class Export:
+@dataclass(frozen=True, repr=False)
+class Export(ResultView):
     """What a program makes of a checkpoint, as `export` found.
 
     Attributes:
@@ -57,6 +59,26 @@ class Export:
     gguf: dict[str, Any]
     folder: Path | None
     notes: dict[str, str]
+
+    def __str__(self) -> str:
+        return in_lines(f"{name:<11} {value}" for name, value in self._html_rows())
+
+    def _repr_facts(self) -> dict[str, Any]:
+        folder = None if self.folder is None else str(self.folder)
+        return {"target": self.target, "verdict": self.verdict, "why": self.why, "folder": folder}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        rows = [
+            ("target", self.target),
+            ("verdict", self.verdict),
+            ("why", self.why),
+            ("engine", self.engine),
+            ("command", self.command),
+            *((f"config.{name}", f"{before!r} becomes {after!r}") for name, (before, after) in self.changes.items()),
+            ("written to", "" if self.folder is None else str(self.folder)),
+            *self.notes.items(),
+        ]
+        return [(name, value) for name, value in rows if value]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the export as JSON."""

@@ -21,6 +21,7 @@ from hf_posswap.errors import NotPatchedError, UnknownNameError, UnsupportedSwap
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.training import training_of
+from hf_posswap.utils.result_views import ResultView
 
 _DECODERS, _ENCODERS = ("gpt2", "opt"), ("bert", "roberta")
 CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[Any, SwapPlan], Blueprint]]] = {
@@ -44,8 +45,8 @@ _NO_ALIBI = (
 )
 
 
-@dataclass(frozen=True)
-class Native:
+@dataclass(frozen=True, repr=False)
+class Native(ResultView):
     """A converted model.
 
     Attributes:
@@ -57,6 +58,12 @@ class Native:
     model: Any
     target: str
     proof: Proof
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"model": type(self.model).__name__, "target": self.target, "proof": str(self.proof)}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [(name, str(value)) for name, value in self._repr_facts().items()]
 
 
 def to_native(model: Any, target: str | None = None) -> Any:

@@ -25,6 +25,8 @@ class AppliedSwap:
         fitted: whether weights of the model were fitted to the swap (`fit_rotation`), so that undoing the swap would
             not restore the original.
         guard: handle of the hook that refuses to save an enclosing model without the record.
+        sequence_lengths: `max_seq_length` of the SentenceTransformer around the model, before the swap and as the swap
+            set it; None: the model was swapped by itself, or the swap left the length as it was.
     """
 
     plan: SwapPlan
@@ -33,6 +35,7 @@ class AppliedSwap:
     offloaded: list[OffloadAgain] = field(default_factory=list)
     fitted: bool = False
     guard: RemovableHandle | None = None
+    sequence_lengths: tuple[int | None, int] | None = None
 
     @property
     def can_undo(self) -> bool:

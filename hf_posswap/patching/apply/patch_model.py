@@ -28,6 +28,7 @@ from hf_posswap.patching.record.building import stop_if_building
 from hf_posswap.patching.record.config_class import as_plugin_config
 from hf_posswap.patching.record.model_class import leave_swapped_class, take_swapped_class
 from hf_posswap.patching.sites.attention.function import register_attention
+from hf_posswap.utils.sentence_models import is_sentence_model
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,7 +50,8 @@ def patch_model(
     Only this instance changes: no class and no module of transformers does.
 
     Args:
-        model: a transformers model, or a PEFT model around one.
+        model: a transformers model, or a PEFT model or a SentenceTransformer around one. The `max_seq_length` of a
+            SentenceTransformer becomes the plan's `max_length` if that is given or differs from the model's own.
         scheme: an object, or a name with its fields as `options`: see `list_schemes()`. An encoder-decoder gets it in
             both stacks, unless it is a mapping, {"encoder": ..., "decoder": ...}; a stack that it omits stays as it is.
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
@@ -84,14 +86,33 @@ def patch_model(
         if refusal is not None:
             raise SchemeError(refusal)
         apply_plan(target, plan, owner=model)
+        is_longer = max_length is not None or plan.max_length != plan.sites.geometry.original_length
+        if is_longer and is_sentence_model(model):
+            _set_sequence_length(model, target, plan.max_length)
     return model
+
+
+def _set_sequence_length(owner: Any, target: Any, length: int) -> None:
+    """Have the SentenceTransformer `owner` of the swapped `target` read `length` tokens; on an error, undo the swap."""
+    try:
+        target._posswap.sequence_lengths = (owner.max_seq_length, length)
+        owner.max_seq_length = length
+    except BaseException:
+        _undo(target, target._posswap, owner)
+        raise
+
+
+def _restore_sequence_length(owner: Any, before: int | None, swapped: int) -> None:
+    """Give the SentenceTransformer `owner` its `max_seq_length` from before the swap, unless it was set since."""
+    if owner.max_seq_length == swapped:
+        owner.max_seq_length = before
 
 
 def swap_plan(model: nn.Module) -> SwapPlan:
     """Return the current plan of the swap of `model`: printable, picklable, and JSON in its record.
 
     Args:
-        model: patched, or a PEFT model around one.
+        model: patched, or a PEFT model or a SentenceTransformer around one.
 
     Raises:
         NotPatchedError: the model carries no swap.
@@ -147,10 +168,11 @@ def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> No
 def unpatch_model(model: M) -> M:
     """Restore the original mechanism of `model`, bit for bit, and return the model.
 
-    Weights trained since the swap keep their values; weights that the swap disabled come back unchanged.
+    Weights trained since the swap keep their values; weights that the swap disabled come back unchanged, and so does
+    the `max_seq_length` of a SentenceTransformer, unless it was set since.
 
     Args:
-        model: patched in this process, or a PEFT model around one.
+        model: patched in this process, or a PEFT model or a SentenceTransformer around one.
 
     Raises:
         NotPatchedError: the model carries no swap; or it was loaded from a swapped checkpoint, which lacks the original
@@ -183,6 +205,8 @@ def unpatch_model(model: M) -> M:
         refuse_wrapped_parts(target)
         refuse_nested_swaps(target)
         _undo(target, patch, owner=model)
+        if patch.sequence_lengths is not None and is_sentence_model(model):
+            _restore_sequence_length(model, *patch.sequence_lengths)
     return model
 
 

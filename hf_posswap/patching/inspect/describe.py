@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,25 +27,27 @@ from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, within
 from hf_posswap.patching.inspect.config_errors import architectures_of, building_from
 from hf_posswap.patching.inspect.recorded import config_problems, recorded_plan, refuse_lie
-from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
+from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.patching.sites.attention.native import native_scheme
-from hf_posswap.schemes.base import SCHEMES, Scheme, scheme_class, schemes_for
+from hf_posswap.schemes.base import SCHEMES, class_of_text, schemes_for
+from hf_posswap.utils import html_tables
 from hf_posswap.utils.auto_classes import auto_config
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.printable import in_lines, printable
+from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-@dataclass(frozen=True)
-class PositionReport:
+@dataclass(frozen=True, repr=False)
+class PositionReport(ResultView):
     """The current mechanism of a model. `print(report)` shows it.
 
     Attributes:
@@ -69,6 +72,17 @@ class PositionReport:
 
     def __str__(self) -> str:
         return in_lines(f"{name:<11} {value}" for name, value in self.rows())
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"model": self.model, "native": self.native, "swapped": self.swapped, "limit": self.limit}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return self.rows()
+
+    @property
+    def title(self) -> str:
+        """Model and mechanism, as text."""
+        return f"{self.model}: {self.swapped or self.native}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the report as names and values."""
@@ -155,8 +169,8 @@ def _patches(geometry: Geometry) -> str:
     return f"{rows} x {columns} patches of {high} x {wide} pixels after {geometry.prefix_tokens} other tokens"
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(ResultView):
     """The result of `explain`: the mechanism of a model and, for a requested scheme, the plan or the refusal.
 
     Attributes:
@@ -170,6 +184,19 @@ class Explanation:
     plan: SwapPlan | None
     refusal: str | None
     schemes: dict[str, str]
+
+    def _repr_facts(self) -> dict[str, Any]:
+        plan = None if self.plan is None else self.plan.title
+        return {"report": self.report.title, "plan": plan, "refusal": self.refusal, "schemes": len(self.schemes)}
+
+    def _repr_html_(self) -> str:
+        parts = [html_tables.title(self.report.title), html_tables.table(self.report.rows())]
+        if self.schemes:
+            parts.append(html_tables.table(self.schemes.items(), ("scheme", "in this model")))
+        if self.refusal is not None:
+            parts.append(html_tables.paragraph(f"refused: {self.refusal}"))
+        plan = [] if self.plan is None else [self.plan._repr_html_()]
+        return html_tables.together([*parts, *plan])
 
     def __str__(self) -> str:
         sections = [str(self.report)]
@@ -190,7 +217,7 @@ class Explanation:
 
 def explain(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
-    scheme: Scheme | str | None = None,
+    scheme: SchemeChoice | None = None,
     *,
     max_length: int | None = None,
     trust_remote_code: bool = False,
@@ -200,7 +227,7 @@ def explain(
 
     Args:
         model: a model, its config, a folder with a config.json, or a Hub id.
-        scheme: the swap to plan; None lists the outcome for every scheme.
+        scheme: the swap to plan, as in `patch_model`; None lists the outcome for every scheme.
         max_length: as in `plan_swap`.
         trust_remote_code: run custom code of a folder or Hub id if its config needs it.
         options: as in `plan_swap`.
@@ -235,7 +262,7 @@ def explain(
 
 def supports(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
-    scheme: Scheme | str,
+    scheme: SchemeChoice,
     *,
     trust_remote_code: bool = False,
     **options: Any,
@@ -244,7 +271,7 @@ def supports(
 
     Args:
         model: as in `explain`.
-        scheme: an object or a name.
+        scheme: as in `patch_model`.
         trust_remote_code: as in `explain`.
         options: fields of the scheme; those that only a real swap needs (a factor, factors a pair) may be left out.
 
@@ -355,9 +382,12 @@ def model_class_of(config: Any) -> Any:
     raise UnsupportedModelError(f"no model class of transformers goes with config {type(config).__name__}.")
 
 
-def stand_ins(scheme: Scheme | str, geometry: Geometry) -> dict[str, Any]:
-    """Return example options for a scheme given by name; none for an object."""
-    return scheme_class(scheme).stand_ins(geometry) if isinstance(scheme, str) else {}
+def stand_ins(scheme: SchemeChoice, geometry: Geometry) -> dict[str, Any]:
+    """Return example options for a scheme given by name, without fields that follow the name; none for an object."""
+    if not isinstance(scheme, str):
+        return {}
+    examples, fields = class_of_text(scheme).stand_ins(geometry), scheme.partition(":")[2]
+    return {name: value for name, value in examples.items() if not re.search(rf"(^|,)\s*{name}\s*=", fields)}
 
 
 def _outcome(model: Any, name: str, report: PositionReport) -> str:

@@ -34,6 +34,7 @@ from hf_posswap.patching.sites.rotary.plan import plan_rotary
 from hf_posswap.schemes.base import Scheme, make_scheme, names_one_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.utils.format import brief
+from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +55,7 @@ def plan_swap(
     """Return what `patch_model` with the same arguments would do. The model is not touched; it may be on meta.
 
     Args:
-        model: a transformers model, or a PEFT model around one.
+        model: a transformers model, or a PEFT model or a SentenceTransformer around one.
         scheme: an object, or a name with its fields as `options`; for an encoder-decoder also a mapping of its stacks
             to schemes, {"encoder": ..., "decoder": ...}: a stack that it omits keeps its mechanism.
         max_length: positions the swapped model is meant for, in tokens; None keeps the model's own (or what a given
@@ -339,22 +340,26 @@ def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside `model`: itself, or the base of a PEFT model.
+    """Return the transformers model inside `model`: itself, the base of a PEFT model, or that of a SentenceTransformer.
 
     Raises:
-        UnsupportedSwapError: `model` is not a transformers model, or a PEFT method that adds virtual tokens.
+        UnsupportedSwapError: `model` is not a transformers model, a SentenceTransformer with none or several of them,
+            or a PEFT method that adds virtual tokens.
     """
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         return model
+    if is_sentence_model(model):
+        return unwrap(inner_model(model))
     configs = getattr(model, "peft_config", None)
     if configs is not None and hasattr(model, "get_base_model"):
         if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
             raise UnsupportedSwapError("PEFT prompt learning adds tokens without positions: not supported.")
         return unwrap(model.get_base_model())
     raise UnsupportedSwapError(
-        f"expected a transformers PreTrainedModel (or a PEFT model around one), got {_named(model)}; "
+        f"expected a transformers PreTrainedModel (or a PEFT model or SentenceTransformer around one), got "
+        f"{_named(model)}; "
         f"{what_instead(model)}."
     )
 

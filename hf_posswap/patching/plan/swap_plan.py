@@ -15,6 +15,7 @@ from hf_posswap.patching.sites.attention.backends import describe_backends
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.utils import html_tables
+from hf_posswap.utils.result_views import ResultView
 
 _PLAIN = ("model", "route", "cached_equals_full", "unused", "added", "adaptation", "max_length", "notes")
 _ROUTES = {
@@ -27,8 +28,8 @@ _SHARDABLE = "a sequence may be split over devices (context parallelism)"
 _WHOLE = "whole sequences only, not for context parallelism"
 
 
-@dataclass(frozen=True)
-class SwapPlan:
+@dataclass(frozen=True, repr=False)
+class SwapPlan(ResultView):
     """What `patch_model` will do, or did. `print(plan)` shows it as a table.
 
     It is a value: two plans of the same swap are equal, and a plan can be pickled, or written to JSON and read back.
@@ -71,6 +72,15 @@ class SwapPlan:
     notes: tuple[str, ...]
     record: SwapRecord
     sites: Sites
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "scheme": self.named,
+            "route": self.route,
+            "max_length": self.max_length,
+            "edits": len(self.edits),
+        }
 
     def __str__(self) -> str:
         return table(self.title, self.edit_rows(), self.fact_rows())

@@ -15,12 +15,13 @@ from hf_posswap.patching.record.migrations import RECORD_VERSION, migrate
 from hf_posswap.patching.record.refusals import REFUSED_ATTENTION, REFUSED_IN_MEMORY, stock_name
 from hf_posswap.patching.record.schema import check_record
 from hf_posswap.schemes import Scheme, make_scheme
+from hf_posswap.utils.result_views import ResultView
 
 _OPTIONAL = {"stacks", "relative"}
 
 
-@dataclass(frozen=True)
-class SwapRecord:
+@dataclass(frozen=True, repr=False)
+class SwapRecord(ResultView):
     """One swap, as `config.posswap` of a swapped model holds it: enough to do it again when a checkpoint is loaded.
 
     Attributes:
@@ -55,6 +56,18 @@ class SwapRecord:
     version: int = RECORD_VERSION
     stacks: dict[str, dict[str, Any]] | None = None
     relative: Literal["keep", "drop"] | None = None
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {
+            "scheme": self.scheme.get("name"),
+            "route": self.route,
+            "base_type": self.base_type,
+            "max_length": self.max_length,
+            "site": self.site,
+        }
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [(name, str(value)) for name, value in self.to_dict().items()]
 
     @property
     def arguments(self) -> dict[str, Any]:

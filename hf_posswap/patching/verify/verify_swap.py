@@ -11,10 +11,11 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.behaviour import behaviour
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
+from hf_posswap.utils.result_views import ResultView
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(ResultView):
     """What `verify_swap` found.
 
     Attributes:
@@ -22,6 +23,9 @@ class Verification:
     """
 
     checks: dict[str, str]
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"passed": list(self.checks)} if len(self.checks) < 5 else {"passed": len(self.checks)}
 
     def __str__(self) -> str:
         return in_lines(f"ok  {name}: {result}" for name, result in self.checks.items())

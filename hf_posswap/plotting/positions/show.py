@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from hf_posswap.errors import OptionError, UnknownNameError
+from hf_posswap.errors import DataError, OptionError, UnknownNameError
 from hf_posswap.geometry import Geometry
 from hf_posswap.plotting.positions import lines, maps
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
 from hf_posswap.schemes import Learned, Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.utils import html_tables
+from hf_posswap.utils.atomic_io import writable_folder
+from hf_posswap.utils.printable import brief_repr, in_lines
+from hf_posswap.utils.result_views import ResultView, short_repr
+from hf_posswap.utils.user_paths import expand_home
 
+SchemeLike = Scheme | str | Mapping[str, Any]
+"""A scheme as `patch_model` takes it: an object, a name with or without fields, or a dict."""
 OWN_TABLE = "the model's own"
 """Label of the model's position table among others."""
 
@@ -35,8 +43,8 @@ class Picture:
     takes: Callable[[Shown], bool]
 
 
-@dataclass(frozen=True)
-class Drawn:
+@dataclass(frozen=True, repr=False)
+class Drawn(ResultView):
     """A picture that was drawn.
 
     Attributes:
@@ -50,6 +58,37 @@ class Drawn:
     path: Path
     summary: str
     said: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return in_lines([f"{self.path}: {self.summary}", *(f"  {line}" for line in self.said)])
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {"name": self.name, "path": str(self.path), "said": self.said}
+
+    def _repr_html_(self) -> str:
+        parts = (html_tables.title(f"{self.name}: {self.summary}"), html_tables.picture(self.path))
+        return html_tables.together([*parts, html_tables.bullets(self.said)])
+
+    def _repr_png_(self) -> bytes | None:
+        try:
+            return self.path.read_bytes()
+        except OSError:  # it was moved or deleted
+            return None
+
+
+class Drawings(tuple[Drawn, ...]):
+    """The pictures that `draw_positions` drew, a tuple of `Drawn`. A notebook shows them."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    def __repr__(self) -> str:
+        return short_repr(self, {"pictures": [drawn.name for drawn in self]})
+
+    def _repr_html_(self) -> str:
+        return html_tables.together(drawn._repr_html_() for drawn in self)
 
 
 def _rotates(subject: Shown) -> bool:
@@ -101,30 +140,44 @@ PICTURES: dict[str, Picture] = {
 
 
 def draw_positions(
-    schemes: Sequence[Scheme | str],
-    out: Path,
+    schemes: Sequence[SchemeLike] | SchemeLike,
+    out: str | Path,
     *,
-    pictures: Sequence[str] = (),
+    pictures: Sequence[str] | str = (),
+    model: Any = None,
     geometry: Geometry | None = None,
+    heads: int | None = None,
+    dim: int | None = None,
+    length: int | None = None,
     factor: float = 4.0,
     old: Tensor | None = None,
     dark: bool = False,
-) -> tuple[Drawn, ...]:
-    """Draw position mechanisms themselves, without running a model.
+) -> Drawings:
+    """Draw position mechanisms themselves, without running a model. A notebook shows the pictures.
 
     Args:
-        schemes: the schemes to draw, on one sheet if they can be compared.
+        schemes: the schemes to draw, on one sheet if they can be compared: objects, names, dicts, or one of them.
         out: the folder for NAME.png and NAME.svg of each picture.
-        pictures: names in `PICTURES`; empty: all that apply to one of `schemes`.
-        geometry: the model's geometry; None: 8 heads of 64 dimensions, 512 tokens, plain RoPE.
+        pictures: names in `PICTURES`, or one of them; empty: all that apply to one of `schemes`.
+        model: an unswapped transformers model, in whose geometry to draw, with its position table; None: a geometry.
+        geometry: the geometry of a model; None: plain RoPE in `heads`, `dim` and `length`.
+        heads: attention heads per layer; None: 8.
+        dim: head dimension; None: 64.
+        length: original length in tokens; None: 512.
         factor: target length over original length.
         old: the model's position table, a tensor [P, E], from which new tables are initialized, and which is also
-            drawn; None: random rows.
+            drawn; None: that of `model`, otherwise random rows.
         dark: use colours for a dark page.
+
+    Returns:
+        A tuple of the pictures in the order of `PICTURES`, each with its file and what it shows.
 
     Raises:
         UnknownNameError: no such picture or scheme.
-        OptionError: there is nothing to draw, or a requested picture applies to none of the schemes.
+        OptionError: there is nothing to draw, a requested picture applies to none of the schemes, `out` is no path, or
+            the geometry is given twice.
+        DataError: the model carries a swap.
+        UnsupportedSwapError, UnsupportedModelError: `model` is no transformers model, or no family describes it.
         SchemeError: a scheme does not fit such a model.
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: a file cannot be written.
@@ -132,14 +185,18 @@ def draw_positions(
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
-        ...     drawn = draw_positions(["rope", "yarn"], Path(folder), pictures=["wavelengths"])
+        ...     drawn = draw_positions(["rope", "yarn"], folder, pictures="wavelengths")
         >>> drawn[0].said[1]
         'yarn: 19 of 32 pairs complete no turn within 512 tokens, 16 none within 2048'
     """
-    if not schemes and old is None:
+    if not isinstance(out, str | Path):
+        raise OptionError(f"out is the folder for the pictures, a path, got {brief_repr(out)}.")
+    shape, old = _shape(model, geometry, {"heads": heads, "dim": dim, "length": length}, old)
+    chosen = [schemes] if isinstance(schemes, Scheme | str | Mapping) else list(schemes)
+    pictures = [pictures] if isinstance(pictures, str) else pictures
+    if not chosen and old is None:
         raise OptionError("give at least one scheme to draw: posswap schemes lists them.")
-    shape = geometry or sample_geometry()
-    subjects = _subjects(schemes, shape, factor, old)
+    subjects = _subjects(chosen, shape, factor, old)
     for name in pictures:
         if name not in PICTURES:
             raise UnknownNameError("picture", name, PICTURES)
@@ -147,17 +204,47 @@ def draw_positions(
             names = ", ".join(subject.name for subject in subjects)
             raise OptionError(f"{names}: the picture {name!r} does not apply.")
     subjects_by_picture = {name: list(filter(PICTURES[name].takes, subjects)) for name in (pictures or PICTURES)}
-    out.mkdir(parents=True, exist_ok=True)
+    folder = writable_folder(expand_home(out))
     drawn = []
     for name, drawable in subjects_by_picture.items():
         if drawable:
-            path = out / f"{name}.png"
+            path = folder / f"{name}.png"
             summaries = PICTURES[name].draws(drawable, path, dark=dark)
             drawn.append(Drawn(name, path, PICTURES[name].summary, tuple(summaries)))
-    return tuple(drawn)
+    return Drawings(drawn)
 
 
-def _subjects(schemes: Sequence[Scheme | str], shape: Geometry, factor: float, old: Tensor | None) -> list[Shown]:
+def _shape(
+    model: Any, geometry: Geometry | None, numbers: Mapping[str, int | None], old: Tensor | None
+) -> tuple[Geometry, Tensor | None]:
+    """Return the geometry to draw in, and the position table of the model, or `old`.
+
+    Raises:
+        OptionError: two of `model`, `geometry` and `numbers` are given.
+        DataError: the model carries a swap.
+    """
+    given = {name: value for name, value in numbers.items() if value is not None}
+    sources = [name for name, value in (("model", model), ("geometry", geometry)) if value is not None]
+    sources += [", ".join(given)] if given else []
+    if len(sources) > 1:
+        raise OptionError(f"{' and '.join(sources)} are given, and each says the geometry: give one of them.")
+    if model is None:
+        return geometry or sample_geometry(**given), old
+    from hf_posswap.families.locating import locate
+    from hf_posswap.families.sites import TokenTable
+    from hf_posswap.patching.inspect.describe import describe_positions
+    from hf_posswap.patching.plan.plan_swap import unwrap
+
+    report, target = describe_positions(model), unwrap(model)
+    if report.swapped is not None:
+        raise DataError(f"this {report.model} carries a swap ({report.swapped}): unpatch_model(model) first.")
+    tables = [stack.table for stack in locate(target).stacks if isinstance(stack.table, TokenTable)]
+    if old is None and tables:
+        old = target.get_parameter(f"{tables[0].path}.weight").detach().float().cpu()[tables[0].offset :]
+    return report.geometry, old
+
+
+def _subjects(schemes: Sequence[SchemeLike], shape: Geometry, factor: float, old: Tensor | None) -> list[Shown]:
     """Return the model's own table and the schemes in its shape, labelled by name, and by fields if names repeat."""
     resolved = [make_scheme(scheme) for scheme in schemes]
     labels = [_label(scheme, [other for other in resolved if other.name == scheme.name]) for scheme in resolved]

@@ -14,6 +14,7 @@ from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.scheme_texts import JSON
 from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:  # TrainingArguments imports accelerate and PEFT: deferred until a recipe is built
@@ -49,6 +50,17 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
     path = find_recipe(source)
     values = override(read_yaml(path), overrides)
     return make_recipe({**values, "name": values.get("name") or path.stem}, where=str(source))
+
+
+def check_recipe(recipe: Any, function: str) -> None:
+    """Raise a ConfigError if `recipe`, an argument of `function`, is not what `load_recipe` returns."""
+    from hf_posswap.training.config.settings import Recipe
+
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{function} takes what load_recipe returns, got {brief_repr(recipe)}: call load_recipe first, with the "
+            'name of a recipe, a file or a dict, and changes such as ["model.name=my-llama"].'
+        )
 
 
 def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:

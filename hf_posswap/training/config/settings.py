@@ -10,6 +10,7 @@ from hf_posswap.training.config.theirs import TrainingSettings
 from hf_posswap.training.data import DataSettings
 from hf_posswap.training.distill import DistillSettings
 from hf_posswap.training.trainable import TrainableSettings
+from hf_posswap.utils.result_views import ResultView, brief
 
 SchemeValue = str | Mapping[str, Any] | None
 SENTENCES = ("embedding", "contrastive")
@@ -141,8 +142,8 @@ class StageSettings:
     check_every: int = 50
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, repr=False)
+class Recipe(ResultView):
     """A complete training. A YAML file states only the differences from the files that it includes.
 
     Attributes:
@@ -173,6 +174,15 @@ class Recipe:
     stages: tuple[StageSettings, ...] = ()
     out: str = "posswap-run"
     name: str | None = None
+
+    def _repr_facts(self) -> dict[str, Any]:
+        swap = self.swap.scheme if isinstance(self.swap.scheme, str) else brief(self.swap.scheme)
+        facts = {"name": self.name, "model": self.model.name, "scheme": swap, "max_length": self.swap.max_length}
+        training = {"objective": self.objective.kind, "what": self.what, "max_steps": self.training.max_steps}
+        return facts | training | {"stages": len(self.stages), "out": self.out}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [(name, str(value)) for name, value in self._repr_facts().items()]
 
     @property
     def what(self) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 from hf_posswap.training.dryrun.cards import Card
 from hf_posswap.training.dryrun.work import Work
 from hf_posswap.utils.format import human_bytes
+from hf_posswap.utils.result_views import ResultView
 
 _HOUR = 3600
 KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "activations", "buffers")
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, repr=False)
+class Prediction(ResultView):
     """The memory and work of one GPU in a phase of a training.
 
     Attributes:
@@ -37,6 +38,13 @@ class Prediction:
     processes: int
     card: Card | None
     max_steps: int = 1
+
+    def _repr_facts(self) -> dict[str, Any]:
+        gpu, tokens = None if self.card is None else self.card.name, self.tokens
+        return {"phase": self.phase, "gpu": gpu, "fits": self.fits, "peak": human_bytes(self.peak), "tokens": tokens}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return self.rows()
 
     @property
     def fits(self) -> bool | None:

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import ConfigError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.errors import ConfigError, OptionError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.training.config import Phase, Recipe, phases_of
-from hf_posswap.training.dryrun.cards import Card
+from hf_posswap.training.config.load import check_recipe
+from hf_posswap.training.dryrun.cards import Card, card_of
 from hf_posswap.training.dryrun.changes import Change, ladders
-from hf_posswap.training.dryrun.launching import launched
+from hf_posswap.training.dryrun.launching import launch_file, launched
 from hf_posswap.training.dryrun.prediction import Prediction
 from hf_posswap.training.dryrun.rehearsal import rehearse
 from hf_posswap.training.engine.launch_file import as_launched
 from hf_posswap.training.engine.parallel import Launch, is_launched_on_cpu, launch_of
+from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.progress import quiet_transformers
+from hf_posswap.utils.result_views import ResultView
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class DryRun:
+@dataclass(frozen=True, repr=False)
+class DryRun(ResultView):
     """The predicted memory and work of a recipe.
 
     Attributes:
@@ -36,6 +39,16 @@ class DryRun:
     said: tuple[str, ...] = ()
     change: Change | None = None
     changed: tuple[Prediction, ...] = ()
+
+    def _repr_facts(self) -> dict[str, Any]:
+        change = None if self.change is None else self.change.said
+        peaks = [human_bytes(prediction.peak) for prediction in self.predictions]
+        return {"fits": self.fits, "phases": len(self.predictions), "peaks": peaks, "change": change}
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        rows = [row for prediction in self.predictions for row in prediction.rows()]
+        change = [] if self.change is None else [("change", self.change.said)]
+        return [*rows, *change, *(("note", note) for note in self.said)]
 
     @property
     def fits(self) -> bool | None:
@@ -56,8 +69,9 @@ class DryRun:
 def dry_run(
     recipe: Recipe,
     *,
+    gpu: Card | str | None = None,
     card: Card | None = None,
-    accelerate: Path | None = None,
+    accelerate: Path | str | None = None,
     processes: int | None = None,
     say: Say | None = None,
 ) -> DryRun:
@@ -68,16 +82,25 @@ def dry_run(
 
     Args:
         recipe: from `load_recipe`.
-        card: the GPU; None: memory is predicted, but not whether it fits.
-        accelerate: the file for accelerate launch; None: none.
+        gpu: the GPU: a name or a memory size as in `card_of`, or a `Card`; None: memory is predicted, but not whether
+            it fits.
+        card: another name for `gpu`.
+        accelerate: the file for accelerate launch, or the name of one of the package, such as "fsdp2"; None: none.
         processes: number of GPUs; None: the file's, or 1 without a file.
         say: shows a line before each phase and each change that is tried; None: nothing is shown.
 
     Raises:
-        ConfigError: a dry run does not support the launch or the recipe, or a card is given for a training on a CPU.
+        UnknownNameError, OptionError: no such GPU or file, or `gpu` and `card` are both given.
+        ConfigError: `recipe` is no recipe, a dry run does not support the launch or the recipe, or a GPU is given for a
+            training on a CPU.
         UnsupportedModelError: the model's step depends on values of its weights.
         PosswapError: the recipe itself is refused.
     """
+    check_recipe(recipe, "dry_run")
+    if gpu is not None and card is not None:
+        raise OptionError("gpu and card are both the GPU: give one of them.")
+    card = card_of(gpu) if isinstance(gpu, str) else gpu or card
+    accelerate = launch_file(accelerate) if isinstance(accelerate, str) else accelerate
     _refuse(recipe)
     predictions, notes = _predict(recipe, card, accelerate, processes, say)
     if card is None or _fit(predictions):

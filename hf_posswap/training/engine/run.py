@@ -23,13 +23,15 @@ from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
 from hf_posswap.training.engine.writing import writing_to
 from hf_posswap.utils.atomic_io import alone_in, writable_folder, write_json
+from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.progress import quiet_transformers
+from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.threads import keep_log_level
 from hf_posswap.utils.user_paths import expand_home
 
 
-@dataclass(frozen=True)
-class Finished:
+@dataclass(frozen=True, repr=False)
+class Finished(ResultView):
     """The outputs of a training.
 
     Attributes:
@@ -41,6 +43,22 @@ class Finished:
     folder: Path
     model: Path
     report: dict[str, Any]
+
+    def __str__(self) -> str:
+        return in_lines(f"{name:<13} {value}" for name, value in self._html_rows())
+
+    def _repr_facts(self) -> dict[str, Any]:
+        facts = {name: self.report[name] for name in ("scheme", "nll") if self.report.get(name)}
+        return {"folder": str(self.folder), "model": str(self.model)} | facts
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        losses = self.report.get("nll") or {}
+        return [
+            ("run", str(self.folder)),
+            ("model", str(self.model)),
+            *((f"held-out loss at {length} tokens", f"{loss:.4f}") for length, loss in losses.items()),
+            *([("report", str(self.folder / "report.md"))] if self.report else []),
+        ]
 
 
 def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:

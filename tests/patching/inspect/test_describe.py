@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hf_posswap import describe_positions, explain, list_families, list_schemes, patch_model, supports, unpatch_model
+from hf_posswap import (
+    describe_positions,
+    explain,
+    list_families,
+    list_schemes,
+    patch_model,
+    plan_swap,
+    supports,
+    swap_plan,
+    unpatch_model,
+)
 from hf_posswap.errors import (
     AlreadyPatchedError,
     CheckpointError,
@@ -18,7 +29,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.families import FAMILIES
-from hf_posswap.schemes import SCHEMES, schemes_for
+from hf_posswap.schemes import SCHEMES, make_scheme, schemes_for
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import Pair, refusal
 from tests.toys.registration import TOY_MODEL, registered
@@ -108,6 +119,30 @@ def test_supports_does_not_swallow_mistakes() -> None:
     with pytest.raises(OptionError, match="no field 'slope'"):
         supports(config, "alibi", slope=1)
     assert not supports(TINY[TOY_MODEL].config(), "rope")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("ALiBi", {}),
+        ("yarn:factor=4", {}),
+        ("YaRN:base=500,factor=4", {}),
+        ("yarn:base=500", {}),
+        ("NTK-by-parts", {"factor": 4.0}),
+        ({"rope_type": "yarn", "factor": 4.0}, {}),
+        ({"name": "alibi"}, {}),
+    ],
+)
+def test_every_function_reads_a_scheme_alike(text: Any, fields: dict[str, Any]) -> None:
+    """A name in any spelling, with fields or without, transformers' rope_parameters, and a scheme's own dict."""
+    model = build("llama")
+    assert supports(model, text, **fields)
+    given = {"factor": 2.0} if text == "yarn:base=500" else fields
+    plan = explain(model, text, **given).plan
+    assert plan is not None
+    assert plan == plan_swap(model, text, **given)
+    assert swap_plan(patch_model(model, text, **given)) == plan
+    assert plan.scheme == plan_swap(build("llama"), make_scheme(text, **given)).scheme
 
 
 def test_a_scheme_and_a_family_are_listed_as_soon_as_they_are_registered() -> None:

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
-from hf_posswap import patch_model
+from hf_posswap import patch_model, run_recipe
 from hf_posswap.cli import app
 from hf_posswap.compat.accelerate_launch import no_launch
 from hf_posswap.compat.torch_fake import fake_mode
@@ -174,6 +174,24 @@ def test_every_kind_of_recipe_runs_dry(
     assert found.fits is (None if gpu is None else True)
     assert one(found).peak > 0
     assert one(found).flops > 0
+
+
+def test_a_gpu_and_a_launch_file_go_by_their_names(folders: dict[str, Path]) -> None:
+    by_name = dry_run(recipe(folders["gpt2"]), gpu="24GB")
+    assert by_name == dry_run(recipe(folders["gpt2"]), card=card_of("24GB"))
+    with pytest.raises(OptionError, match="gpu and card are both the GPU"):
+        dry_run(recipe(folders["gpt2"]), gpu="24GB", card=card_of("24GB"))
+    with pytest.raises(UnknownNameError, match="unknown GPU 'h1000'"):
+        dry_run(recipe(folders["gpt2"]), gpu="h1000")
+    with pytest.raises(UnknownNameError, match="unknown file of accelerate 'fsdp3'"):
+        dry_run(recipe(folders["gpt2"]), accelerate="fsdp3")
+
+
+@pytest.mark.parametrize("given", ["yarn", {"model": {"name": "gpt2"}}, None])
+def test_what_is_no_recipe_is_refused_with_what_to_call(given: Any) -> None:
+    for function in (dry_run, run_recipe):
+        with pytest.raises(ConfigError, match=rf"{function.__name__} takes what load_recipe returns, got .*: call"):
+            function(given)
 
 
 @pytest.mark.slow

@@ -1,0 +1,51 @@
+"""Models of sentence-transformers: the transformers model inside, and the length at which they truncate texts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from hf_posswap.errors import UnsupportedSwapError
+
+
+def is_sentence_model(model: Any) -> bool:
+    """Return whether `model` is a SentenceTransformer; sentence-transformers is not imported for it.
+
+    Example:
+        >>> is_sentence_model(nn.Linear(2, 2))
+        False
+    """
+    cls = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
+    return cls is not None and isinstance(model, cls)
+
+
+def inner_model(model: nn.Module) -> Any:
+    """Return the transformers model, or the PEFT model around one, inside the SentenceTransformer `model`.
+
+    Raises:
+        UnsupportedSwapError: there is none, or there are several.
+    """
+    from transformers import PreTrainedModel
+
+    def is_inner(module: nn.Module) -> bool:
+        return isinstance(module, PreTrainedModel) or hasattr(module, "peft_config") and hasattr(module, "base_model")
+
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():  # an outer module comes before those inside it
+        if path and is_inner(module) and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    if len(found) == 1:
+        return next(iter(found.values()))
+    name = type(model).__name__
+    if not found:
+        raise UnsupportedSwapError(
+            f"this {name} has no transformers model in it (static embeddings, or a model of ONNX or OpenVINO), so "
+            "there are no positions to swap."
+        )
+    paths = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in found.items())
+    raise UnsupportedSwapError(
+        f"this {name} has several transformers models, {paths}: give one of them, such as "
+        f"model.get_submodule({next(iter(found))!r}), and set its max_seq_length yourself."
+    )
