@@ -18,6 +18,9 @@ PAGE_OF: dict[str, str] = {
     ".github/CONTRIBUTING.md": "contributing.md",
     "tests/README.md": "tests.md",
     ".docs/tutorial/positions.py": "tutorial.md",
+    ".docs/tutorial/swap.py": "tutorial-swap.md",
+    ".docs/tutorial/adapt.py": "tutorial-adapt.md",
+    ".docs/tutorial/compare.py": "tutorial-compare.md",
     f"{_RESULTS}/quickstart.md": "results/quickstart.md",
     f"{_RESULTS}/adaptation.md": "results/adaptation.md",
     f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",
@@ -41,7 +44,12 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/claims.md": "results/claims.md",
     f"{_RESULTS}/starts.md": "results/starts.md",
     f"{_RESULTS}/effects.md": "results/effects.md",
+    f"{_RESULTS}/books.md": "results/books.md",
+    f"{_RESULTS}/untrained.md": "results/untrained.md",
+    f"{_RESULTS}/ablations-alibi-longer/adaptation.md": "results/ablations-alibi-longer.md",
     "recipes/bench/results/table.md": "results/bench.md",
+    "recipes/bench/results/dry.md": "results/dry.md",
+    "recipes/bench/results/kernels.md": "results/kernels.md",
     **{f"{PAGES}/{path.name}": path.name for path in sorted((ROOT / PAGES).glob("*.md"))},
 }
 """Files of the repository, and the pages of the site that are made of them."""

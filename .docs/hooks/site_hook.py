@@ -31,11 +31,12 @@ def on_files(files: Any, config: Any) -> Any:
     for place, path in pictures.drawn(Path(config.config_file_path).parent / "pictures").items():
         files.append(File.generated(config, place, abs_src_path=str(path)))
     files.append(File.generated(config, explorer.PLACE, content=explorer.page()))
-    told = tutorial.made(Path(config.config_file_path).parent / "pictures" / "tutorial")
-    files.append(File.generated(config, tutorial.PLACE, content=told.page))
-    files.append(File.generated(config, tutorial.NOTEBOOK, content=told.notebook))
-    for place, picture in told.pictures.items():
-        files.append(File.generated(config, place, content=picture))
+    for script in tutorial.SCRIPTS:
+        done = tutorial.made(script, Path(config.config_file_path).parent / "pictures" / "tutorial")
+        files.append(File.generated(config, done.place, content=done.page))
+        files.append(File.generated(config, done.notebook_place, content=done.notebook))
+        for place, picture in done.pictures.items():
+            files.append(File.generated(config, place, content=picture))
     return files
 
 

@@ -16,6 +16,8 @@ BESIDE = (".github/CHANGELOG.md", ".github/CONTRIBUTING.md", "hf_posswap/patchin
 """Texts that the site takes in and that tests hold no blocks of to run."""
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- ([a-z][\w -]*?)(?:: (.+))? -->\n+\Z")
+PRINTS = re.compile(r"^example$|\bshown$")
+"""Kinds of blocks whose output is the text block below them."""
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _TAGS = re.compile(r"<[^>]+>")
 
@@ -31,7 +33,7 @@ class Block:
         code: between the fences.
         kind: the word of the comment above it, "" where there is none.
         detail: what the comment says after a colon.
-        shown: the text block below an example: what it prints.
+        shown: the text block below an example, or below a command that is shown: what it prints.
     """
 
     page: str
@@ -60,7 +62,7 @@ def blocks_of(page: str, text: str | None = None) -> Iterator[Block]:
         kind, detail = (comment[1], comment[2] or "") if comment else ("", "")
         follows = found[number + 1] if number + 1 < len(found) else None
         shown = ""
-        if kind == "example" and follows and follows[1] == "text" and not text[match.end() : follows.start()].strip():
+        if PRINTS.search(kind) and follows and follows[1] == "text" and not text[match.end() : follows.start()].strip():
             shown = follows[2]
         line = text.count("\n", 0, match.start()) + 1
         yield Block(page, line, match[1], match[2], kind, detail, shown)

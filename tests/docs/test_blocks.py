@@ -13,20 +13,21 @@ import pytest
 import yaml
 
 from hf_posswap import load_recipe
-from tests.docs.pages import PAGES, README, ROOT, Block, blocks, blocks_of, text_of
+from tests.docs.pages import PAGES, PRINTS, README, ROOT, Block, blocks, blocks_of, text_of
 from tests.docs.place import environment, furnish
 
-RUN_HERE = {"", "example", "slow", "needs"}
+SLOW = {"slow", "slow shown"}
+RUN_HERE = {"", "example", "shown", "needs", *SLOW}
 RUN_ELSEWHERE = {"loop", "path", "command", "file"}
 """test_loops.py, test_path.py, .ci/run; what shows a file is run as that file."""
 CODE = {"python", "bash"}
 MINUTES = {".docs/pages/recipes.md"}
-SPOKEN = {*CODE, "text", "yaml"}
+SPOKEN = {*CODE, "text", "yaml", "diff"}
 
 
 def chosen(page: str, *, slow: bool) -> list[Block]:
     """Return the blocks of `page` that are run here, with those that take long or without them."""
-    kinds = RUN_HERE if slow else RUN_HERE - {"slow"}
+    kinds = RUN_HERE if slow else RUN_HERE - SLOW
     return [block for block in blocks_of(page) if block.language in CODE and block.kind in kinds]
 
 
@@ -45,6 +46,11 @@ def run(block: Block, names: dict[str, Any], folder: Path) -> str:
     return done.stdout
 
 
+def lines_of(printed: str) -> list[str]:
+    """Return the lines of an output without the spaces at their ends."""
+    return [line.rstrip() for line in printed.rstrip().splitlines()]
+
+
 def run_all(some: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run blocks in order; they share one folder and one namespace, as a reader's session does."""
     furnish(folder)
@@ -55,8 +61,8 @@ def run_all(some: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         if block.kind == "needs" and find_spec(block.detail) is None:
             pytest.skip(f"{block.detail} is not installed: {block} is not tested")
         printed = run(block, names, folder)
-        if block.kind == "example":
-            assert printed.rstrip() == block.shown.rstrip(), block
+        if PRINTS.search(block.kind):
+            assert lines_of(printed) == lines_of(block.shown), block
 
 
 def pages_to_run() -> list[Any]:
@@ -71,8 +77,8 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind == "slow" for b in chosen(p, slow=True))])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind in SLOW for b in chosen(p, slow=True))])
 def test_all_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all(chosen(page, slow=True), tmp_path, monkeypatch)
 
@@ -91,6 +97,12 @@ def test_examples_show_what_they_print() -> None:
     assert [str(block) for block in shown if block.language != "python" or not block.shown] == []
     assert len(shown) == sum(text_of(page).count("<!-- example -->") for page in PAGES)
     assert len(shown) == sum(text_of(page).count("<!-- /example -->") for page in PAGES)
+
+
+def test_shown_commands_have_their_output_below() -> None:
+    shown = [*blocks("shown"), *blocks("slow shown")]
+    assert len(shown) >= 3
+    assert [str(block) for block in shown if block.language != "bash" or not block.shown] == []
 
 
 def test_pages_show_files_as_they_are() -> None:

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, set_seed
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
 import hf_posswap
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from tests.docs.pages import blocks
 
-LOOPS = {block.detail: block.code for block in blocks("loop")}
-NEEDS = {"trl": "trl", "sentences": "sentence_transformers", "lm-eval": "lm_eval"}
+LOOPS = {block.detail: block.code for block in blocks("loop") if not block.detail.endswith("-diff")}
+DIFFS = {block.detail: block.code for block in blocks("loop") if block.detail.endswith("-diff")}
+NEEDS = {"trl": "trl", "trl-diff": "trl", "sentences": "sentence_transformers", "lm-eval": "lm_eval"}
 WINDOW = 64
 
 
@@ -76,7 +77,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def test_all_loops_are_printed() -> None:
-    assert set(LOOPS) == {"start", "trainer", "accelerate", *NEEDS}
+    assert set(LOOPS) | set(DIFFS) == {"start", "trainer", "accelerate", "trainer-diff", *NEEDS}
 
 
 TRL_ASKS = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # by TRL's default
@@ -92,6 +93,29 @@ def test_a_loop_trains_a_swapped_model_and_saves_its_swap(name: str, place: Path
         assert torch.equal(loaded(tokens).logits, after(tokens).logits)
         losses = [float(model(tokens, labels=tokens).loss) for model in (before.eval(), after)]
     assert losses[1] < losses[0] - 0.1
+
+
+def applied(diff: str, *, drop: str) -> str:
+    """Return the script before (drop "+") or after (drop "-") a diff without line numbers."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith(drop))
+
+
+@pytest.mark.parametrize("name", ["trainer-diff", pytest.param("trl-diff", marks=TRL_ASKS)])
+def test_three_lines_swap_a_script_that_runs_without_them(name: str, place: Path) -> None:
+    if find_spec(NEEDS.get(name, "torch")) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed: the diff with it is not tested")
+    set_seed(0)
+    words = byte_tokenizer()
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=WINDOW, bos_token_id=256, **size)
+    LlamaForCausalLM(config).save_pretrained("my-llama")
+    words.save_pretrained("my-llama")
+    for drop, kind in (("+", "default"), ("-", "yarn")):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(LOOPS["start"], "loops.md, loop start", "exec"), names)
+        exec(compile(applied(DIFFS[name], drop=drop), f"loops.md, {name} without {drop}", "exec"), names)
+        stock = LlamaForCausalLM.from_pretrained("run/model")
+        assert stock.config.rope_parameters["rope_type"] == kind
 
 
 @pytest.mark.slow

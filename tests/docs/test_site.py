@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -23,6 +24,7 @@ from hf_posswap import errors
 from hf_posswap.cli.app import app
 from hf_posswap.explorer.page import render_page
 from hf_posswap.schemes import SCHEMES
+from tests.chromium import start_chromium
 from tests.docs.pages import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -73,6 +75,15 @@ def pages(site: Path) -> dict[str, Html]:
 def test_every_page_is_there(pages: dict[str, Html]) -> None:
     written = {f"{path.stem}.html" for path in (ROOT / ".docs" / "pages").glob("*.md")}
     assert written | {"index.html", "changelog.html", "results/effects.html", "results/bench.html"} <= set(pages)
+    notebooks = {f"tutorial-{name}.html" for name in ("swap", "adapt", "compare")}
+    assert notebooks <= set(pages)
+
+
+def test_result_pages_are_linked_from_results_and_not_from_the_side_bar(pages: dict[str, Html]) -> None:
+    single = {name for name in pages if name.startswith("results/")}
+    assert len(single) > 20
+    assert single - set(pages["results.html"].links) == set()
+    assert {link for link in pages["quickstart.html"].links if "results/" in link} == {"results/quickstart.html"}
 
 
 def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[str, Html]) -> None:
@@ -110,7 +121,7 @@ def test_the_tutorial_is_a_page_and_a_notebook_that_were_run(site: Path, pages: 
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert "error" not in {output["output_type"] for output in outputs}
     drawn = [output for output in outputs if "image/png" in output.get("data", {})]
-    shown = [link for link in pages["tutorial.html"].fetched if "pictures/tutorial/" in link]
+    shown = [link for link in pages["tutorial.html"].fetched if "pictures/tutorial/positions-" in link]
     assert len(shown) == len(drawn) > 5
     assert all((site / link).is_file() for link in shown)
     assert "tutorial/positions.ipynb" in pages["tutorial.html"].links
@@ -127,3 +138,52 @@ def test_what_is_generated_is_whole(site: Path, pages: dict[str, Html]) -> None:
     assert known <= pages["troubleshooting.html"].ids
     text = "".join((site / name).read_text(encoding="utf-8") for name in pages)
     assert re.findall(r"(?:<|&lt;)!-- generated: (?!NAME)\S*", text) == []
+
+
+def opened(kind: str, page: Path, profile: Path) -> Any:
+    """Return a Chromium with a page of the site, read as a file, once its scripts have run."""
+    browser = start_chromium(kind, profile)
+    browser.get(page.as_uri())
+    browser.implicitly_wait(20)
+    return browser
+
+
+def test_the_search_works_in_pages_that_are_read_as_files(site: Path, tmp_path: Path) -> None:
+    with opened("desktop", site / "schemes.html", tmp_path / "profile") as browser:
+        browser.find_element("css selector", "input.md-search__input").send_keys("babyllama105")
+        hits = browser.find_elements("css selector", ".md-search-result__item a")
+        assert hits, browser.get_log("browser")
+        assert any("results" in hit.get_attribute("href") for hit in hits)
+        assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize(("page", "word"), [("support.html", "qwen3_next"), ("serving.html", "sglang")])
+def test_a_filter_shows_the_rows_with_all_the_words(page: str, word: str, site: Path, tmp_path: Path) -> None:
+    with opened("desktop", site / page, tmp_path / "profile") as browser:
+        rows = "return [...document.querySelectorAll('tbody tr')].filter(r => r.offsetParent && %s).length"
+        has = f"r.textContent.toLowerCase().includes('{word}')"
+        before = browser.execute_script(rows % has)
+        boxes = browser.find_elements("css selector", ".posswap-filter input")
+        assert before
+        assert boxes
+        for box in boxes:
+            if box.is_displayed():
+                box.send_keys(word.upper())
+        assert browser.execute_script(rows % has) == before
+        long = "r.parentElement.children.length >= 12 && "
+        assert browser.execute_script(rows % f"{long}!{has}") == 0
+        boxes[0].clear()
+        boxes[0].send_keys(f"{word} nothing-has-this-word")
+        assert "0 of" in browser.find_element("css selector", ".posswap-filter output").text
+
+
+def test_no_page_is_wider_than_a_phone(site: Path, pages: dict[str, Html], tmp_path: Path) -> None:
+    wide = {}
+    with start_chromium("phone", tmp_path / "profile") as browser:
+        for name in ("index", "support", "serving", "results", "howto", "choosing", "evaluation", "results/effects"):
+            assert f"{name}.html" in pages
+            browser.get((site / f"{name}.html").as_uri())
+            size = browser.execute_script("const e = document.documentElement; return [e.scrollWidth, e.clientWidth]")
+            if size[0] > size[1]:
+                wide[name] = size
+    assert wide == {}

@@ -110,3 +110,30 @@ def test_its_links_lead_somewhere() -> None:
     prose = "\n".join(line.removeprefix("# ") for line in TEXT.splitlines() if line.startswith("# "))
     assert [link for link in links(prose) if not (Path(ROOT / SCRIPT).parent / link).exists()] == []
     assert len(links(prose)) >= 4
+
+
+NOTEBOOKS = ("swap", "adapt", "compare")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_and_every_section_claims_something(name: str) -> None:
+    jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed (extra docs): no notebook is run")
+    client = pytest.importorskip("nbclient", reason="nbclient is not installed (extra docs): no notebook is run")
+    pytest.importorskip("IPython", reason="IPython is not installed (extra docs): no notebook is run")
+    notebook = jupytext.read(ROOT / f".docs/tutorial/{name}.py")
+    where = {"metadata": {"path": str(ROOT)}}
+    client.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    text = text_of(f".docs/tutorial/{name}.py")
+    assert [s.title for s in sections(text) if s.cells and "assert " not in "".join(s.cells)] == []
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_links_of_a_notebook_lead_somewhere(name: str) -> None:
+    text = text_of(f".docs/tutorial/{name}.py")
+    prose = "\n".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+    assert [link for link in links(prose) if not (ROOT / ".docs/tutorial" / link).exists()] == []
+    assert links(prose)

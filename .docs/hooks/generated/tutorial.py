@@ -1,4 +1,4 @@
-"""The tutorial: a script in percent format becomes a notebook, is run as one, and becomes a page of the site."""
+"""The tutorial and the notebooks: a script in percent format becomes a notebook, is run, and becomes a page."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from repository import ROOT
+from repository import PAGE_OF, ROOT
 
-SCRIPT = ".docs/tutorial/positions.py"
-PLACE = "tutorial.md"
-NOTEBOOK = "tutorial/positions.ipynb"
+FOLDER = ".docs/tutorial"
+SCRIPTS = tuple(source for source in PAGE_OF if source.startswith(f"{FOLDER}/"))
+"""The scripts, from the root of the repository; `repository.PAGE_OF` has their pages."""
 _TIME = 600
 """Seconds for a cell: the machine may be busy."""
 
 
 @dataclass(frozen=True)
 class Tutorial:
-    """The tutorial as it was run.
+    """A script as it was run.
 
     Attributes:
+        place: of its page in the site.
         page: Markdown, with what each cell printed.
         pictures: by their places in the site, PNG.
+        notebook_place: of the notebook in the site.
         notebook: JSON, with its outputs.
     """
 
+    place: str
     page: str
     pictures: dict[str, bytes]
+    notebook_place: str
     notebook: str
 
 
-def read_notebook() -> Any:
+def read_notebook(script: str) -> Any:
     """Return the script as a notebook that was not run yet."""
     import jupytext
 
-    return jupytext.read(ROOT / SCRIPT)
+    return jupytext.read(ROOT / script)
 
 
-def run(folder: Path) -> Any:
+def run(script: str, folder: Path) -> Any:
     """Return the notebook with its outputs; one that was run since the last change of the code is found in `folder`.
 
     Raises:
@@ -49,11 +53,11 @@ def run(folder: Path) -> Any:
     import nbformat
     from nbclient import NotebookClient
 
-    kept = folder / "positions.ipynb"
-    code = max(path.stat().st_mtime for path in [*(ROOT / "hf_posswap").rglob("*.py"), ROOT / SCRIPT])
+    kept = folder / f"{Path(script).stem}.ipynb"
+    code = max(path.stat().st_mtime for path in [*(ROOT / "hf_posswap").rglob("*.py"), ROOT / script])
     if kept.exists() and kept.stat().st_mtime > code:
         return nbformat.read(kept, as_version=4)
-    notebook = read_notebook()
+    notebook = read_notebook(script)
     NotebookClient(
         notebook, timeout=_TIME, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     ).execute()
@@ -63,11 +67,12 @@ def run(folder: Path) -> Any:
 
 
 @cache
-def made(folder: Path) -> Tutorial:
-    """Return the tutorial, run."""
+def made(script: str, folder: Path) -> Tutorial:
+    """Return the script, run."""
     import nbformat
 
-    notebook = run(folder)
+    notebook = run(script, folder)
+    name = Path(script).stem
     parts, pictures = [], {}
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
@@ -76,12 +81,14 @@ def made(folder: Path) -> Tutorial:
         parts.append(f"```python\n{cell.source}\n```")
         parts += _printed(cell)
         for data in _images(cell):
-            place = f"pictures/tutorial/{number}.png"
+            place = f"pictures/tutorial/{name}-{number}.png"
             pictures[place] = base64.b64decode(data)
             parts.append(f"![{_title(cell.source)}]({place})")
     head, first, rest = "\n\n".join(parts).partition("\n\n```python")
-    lead = f"{head}\n\n[The notebook]({NOTEBOOK}), with all outputs; it is made from `{SCRIPT}` and run whenever this "
-    return Tutorial(f"{lead}site is built.{first}{rest}", pictures, nbformat.writes(notebook))
+    place, notebook_place = PAGE_OF[script], f"tutorial/{name}.ipynb"
+    lead = f"{head}\n\n[The notebook]({notebook_place}), with all outputs; it is made from `{script}` and run whenever "
+    page = f"{lead}this site is built.{first}{rest}"
+    return Tutorial(place, page, pictures, notebook_place, nbformat.writes(notebook))
 
 
 def _printed(cell: Any) -> list[str]:
