@@ -85,7 +85,7 @@ class Candidate:
                 f"a model of a comparison is a transformers model, a folder or a Hub id, got {brief_repr(self.source)}."
                 " A field of a scheme that is named like an argument goes into its name: 'rope:base=500000'."
             )
-        if is_sentence_model(self.source):
+        if isinstance(self.source, torch.nn.Module) and is_sentence_model(self.source):
             inner_path = next(path for path, module in self.source.named_modules() if module is unwrap(self.source))
             raise OptionError(
                 f"a comparison pools vectors by the mean, whatever the pooling of this {type(self.source).__name__}: "

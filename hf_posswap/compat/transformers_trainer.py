@@ -68,6 +68,7 @@ class SavingTrainer(Trainer):
         Touches `Trainer._issue_warnings_after_load`. Without it a resumed training warns of missing weights that are
         there.
         """
+        assert self.model is not None
         state, missing = self.model.state_dict(keep_vars=True), set(load_result.missing_keys)
         loaded = {id(weight) for name, weight in state.items() if name not in missing}
         absent = [name for name in load_result.missing_keys if id(state.get(name)) not in loaded]

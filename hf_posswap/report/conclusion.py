@@ -77,10 +77,10 @@ def conclude(results: Mapping[str, Any], name: str) -> Conclusion | None:
 def _conclude(results: Mapping[str, Any], name: str) -> Conclusion:
     model, sliding = results["models"][name], results.get("sliding")
     row = (model.get("against_sliding") or [None])[-1] if sliding else None
-    compared = {} if row is None else _compared(row, f"the sliding window of {sliding['of']}")
+    compared = {} if row is None or not sliding else _compared(row, f"the sliding window of {sliding['of']}")
     if model["plan"] is None:
         return _unswapped(results, name, row, compared)
-    if row is None:
+    if row is None or not sliding:
         inside = model["ppl_prefix"][-1]["length"] <= results["window"]
         reason = "it was measured only inside the window" if inside else "it was not compared with a sliding window"
         return Conclusion("no verdict", f"No verdict: {reason}.")
