@@ -96,9 +96,60 @@ class Slider:
     first: float
 
 
+@dataclass(frozen=True)
+class Preset:
+    """A question that a button asks, with the schemes and numbers that answer it.
+
+    Attributes:
+        question: text of the button.
+        schemes: that are then chosen.
+        settings: the shape of a model of which the question is; a page of a model keeps that model's.
+        answer: what the pictures then show.
+    """
+
+    question: str
+    schemes: tuple[str, ...]
+    settings: dict[str, float]
+    answer: str
+
+
+_LLAMA_3 = {"base": 500_000, "factor": 4, "window": 8192, "heads": 32, "dim": 128}
+_GPT_2 = {"base": 10_000, "factor": 4, "window": 1024, "heads": 12, "dim": 64}
+PRESETS = (
+    Preset(
+        "Why does Llama 3 break beyond 8,192 tokens?",
+        ("rope",),
+        _LLAMA_3,
+        "Its slowest rotary pairs need more than 8,192 tokens for one turn (first picture, above the dashed line). In "
+        "training they saw a part of the circle; in longer text they reach angles that no weight has met.",
+    ),
+    Preset(
+        "What does YaRN do?",
+        ("rope", "linear", "yarn"),
+        _LLAMA_3,
+        "YaRN leaves the fast pairs alone, which tell near tokens apart, and slows the pairs that complete no turn by "
+        "the factor. Position interpolation (linear) slows all of them, so near tokens look alike.",
+    ),
+    Preset(
+        "How do Self-Extend and ReRoPE work without training?",
+        ("rope", "self_extend", "rerope"),
+        _LLAMA_3,
+        "They give far keys distances that training has seen: Self-Extend counts far tokens in groups, ReRoPE stops "
+        "counting at a window. Near keys keep their distances.",
+    ),
+    Preset(
+        "What can replace GPT-2's table?",
+        ("learned", "sinusoidal", "rope", "alibi"),
+        _GPT_2,
+        "A learned table has no rows beyond its window: tiled, its rows repeat. Sinusoids, RoPE and ALiBi are formulas "
+        "for every position; ALiBi also lowers the score of far keys.",
+    ),
+)
+
+
 SLIDERS = (
+    Slider("factor", "length of the text, in windows", 1, 64, 0.25, 4),
     Slider("base", "base (theta)", 100, 10_000_000, 1, 10_000),
-    Slider("factor", "factor: length after the swap, in windows", 1, 64, 0.25, 4),
     Slider("window", "window: tokens the model was made for", 8, 131_072, 1, 512),
     Slider("heads", "heads", 1, 128, 1, 8),
     Slider("dim", "dimensions of a head", 2, 256, 2, 64),

@@ -10,8 +10,10 @@ from hf_posswap.explorer.beginnings import beginnings
 from hf_posswap.explorer.choices import (
     CHOICES,
     GROUPS,
+    PRESETS,
     SLIDERS,
     Choice,
+    Slider,
     first_schemes,
     first_settings,
     limits,
@@ -100,8 +102,8 @@ def render_page(facts: ModelFacts | None = None) -> str:
     """
     title = "Position schemes" if facts is None else f"Positions of {facts.name}"
     lead = (
-        "Choose schemes and move the sliders: every picture is redrawn from the schemes' own formulas. The address "
-        "stores your choices."
+        "What happens to the positions that a model sees when its text grows beyond its window? Move the slider, or "
+        "choose a question."
     )
     about = [] if facts is None else about_model(facts)
     return document(
@@ -123,6 +125,10 @@ def _settings(facts: ModelFacts | None) -> dict[str, object]:
     return {
         "styles": styles(),
         "start": {"settings": first, "schemes": chosen},
+        "presets": [
+            {"schemes": preset.schemes, "settings": preset.settings if facts is None else {}, "answer": preset.answer}
+            for preset in PRESETS
+        ],
         "limits": ends,
         "beginnings": beginnings(int(ends["heads"][1])),
     }
@@ -137,27 +143,38 @@ def _controls(facts: ModelFacts | None) -> Markup:
         )
         for group in GROUPS
     ]
-    sliders = [
-        tag(
-            "div",
-            tag("label", slider.label, for_=f"number-{slider.name}"),
-            _void("input", type="range", id=f"slide-{slider.name}", min=0, max=1000, step=1, aria_label=slider.label),
-            _void("input", type="number", id=f"number-{slider.name}", step="any", inputmode="decimal"),
-            class_="slider",
-        )
-        for slider in SLIDERS
-    ]
-    heading = "What to draw" if facts is None else "What to draw, in the shape of the model"
+    length, *others = map(_slider, SLIDERS)
+    questions = [tag("button", preset.question, type="button") for preset in PRESETS]
+    heading = "How long is the text?" if facts is None else "How long is the text, for this model?"
     foot = tag("div", tag("button", "Start again", type="button", id="reset"), tag("p", id="state"), class_="foot")
+    summary = "More schemes, and the shape of the model: every picture is redrawn from the schemes' own formulas"
     return tag(
         "section",
         tag("h2", heading),
-        tag("div", *groups, id="schemes"),
-        tag("div", *sliders, class_="sliders"),
+        length,
+        tag("div", *questions, id="questions", class_="chips"),
+        tag("p", id="answer", aria_live="polite"),
+        tag(
+            "details",
+            tag("summary", summary),
+            tag("div", *groups, id="schemes"),
+            tag("div", *others, class_="sliders"),
+            tag("ul", class_="said", id="words"),
+            id="more",
+        ),
         foot,
-        tag("ul", class_="said", id="words"),
         tag("div", id="refused", aria_live="polite"),
         id="choose",
+    )
+
+
+def _slider(slider: Slider) -> Markup:
+    return tag(
+        "div",
+        tag("label", slider.label, for_=f"number-{slider.name}"),
+        _void("input", type="range", id=f"slide-{slider.name}", min=0, max=1000, step=1, aria_label=slider.label),
+        _void("input", type="number", id=f"number-{slider.name}", step="any", inputmode="decimal"),
+        class_="slider",
     )
 
 

@@ -23,10 +23,49 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 
 
+CONTRAST = """
+const parse = (text) => {
+  const canvas = document.createElement("canvas"), context = canvas.getContext("2d", { willReadFrequently: true });
+  canvas.width = canvas.height = 1;
+  context.fillStyle = text;
+  context.fillRect(0, 0, 1, 1);
+  const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
+  return [r, g, b, a / 255];
+};
+const over = ([r, g, b, a], below) => [r, g, b].map((c, i) => c * a + below[i] * (1 - a));
+const luminance = (rgb) => {
+  const [r, g, b] = rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = (element) => {
+  const layers = [];
+  for (let one = element; one; one = one.parentElement) layers.unshift(parse(getComputedStyle(one).backgroundColor));
+  return layers.reduce((below, layer) => over(layer, below), [255, 255, 255]);
+};
+const low = [];
+for (const element of document.querySelectorAll("body *:not(script):not(style):not(option)")) {
+  const text = [...element.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join(" ").trim();
+  if (!text || !element.getClientRects().length) continue;
+  const style = getComputedStyle(element), below = behind(element);
+  const colour = element.closest("svg") ? style.fill : style.color;
+  const [x, y] = [luminance(over(parse(colour), below)), luminance(below)];
+  const ratio = (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+  const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
+  if (ratio < (large ? 3 : 4.5)) low.push(`${ratio.toFixed(2)} ${element.tagName} ${text.slice(0, 50)}`);
+}
+return low;
+"""
+
+
 def opened(driver: Any, place: Path, facts: Any = None) -> Any:
     write_page(place / "page.html", facts)
     driver.get((place / "page.html").as_uri())
+    open_all(driver)
     return driver
+
+
+def open_all(driver: Any) -> None:
+    driver.execute_script("document.getElementById('more').open = true")
 
 
 def yarn() -> Any:
@@ -82,6 +121,54 @@ def test_nothing_is_wider_than_the_screen(chromium: Chromium, tmp_path: Path, ki
     assert min(small) >= 12
 
 
+def test_it_begins_with_one_slider_and_questions_that_have_answers(chromium: Chromium, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    from hf_posswap.explorer.choices import PRESETS
+
+    driver = opened(chromium("desktop"), tmp_path)
+    driver.refresh()
+    shown = [slider for slider in driver.find_elements(By.CSS_SELECTOR, "input[type=range]") if slider.is_displayed()]
+    assert [slider.get_attribute("id") for slider in shown] == ["slide-factor"]
+    assert driver.find_element(By.ID, "answer").text == ""
+    buttons = driver.find_elements(By.CSS_SELECTOR, "#questions button")
+    assert [button.text for button in buttons] == [preset.question for preset in PRESETS]
+    for button, preset in zip(buttons, PRESETS, strict=True):
+        before = drawn(driver)
+        button.send_keys(Keys.ENTER)
+        wait_for_drawing(driver, before)
+        assert driver.find_element(By.ID, "answer").text == preset.answer
+        held = driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
+        assert held == [preset.settings, list(preset.schemes)]
+        assert button.get_attribute("aria-pressed") == "true"
+        assert driver.find_element(By.ID, "refused").text == ""
+    before = drawn(driver)
+    shown[0].send_keys(Keys.ARROW_RIGHT)  # another length is the same question
+    wait_for_drawing(driver, before)
+    assert driver.find_element(By.ID, "answer").text == PRESETS[-1].answer
+    driver.find_element(By.ID, "reset").send_keys(Keys.ENTER)
+    assert driver.find_element(By.ID, "answer").text == ""
+
+
+def test_a_question_keeps_the_shape_of_a_model(chromium: Chromium, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    driver = opened(chromium("desktop"), tmp_path, yarn())
+    before = driver.execute_script("return posswap.controls.settings")
+    driver.find_element(By.CSS_SELECTOR, "#questions button:nth-child(2)").send_keys(Keys.ENTER)
+    held = driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
+    assert held == [before, ["rope", "linear", "yarn"]]
+
+
+def test_text_has_enough_contrast(chromium: Chromium, tmp_path: Path) -> None:
+    """WCAG 2.2, AA: 4.5 to 1, and 3 to 1 for large text, in both themes."""
+    for kind in ("desktop", "dark"):
+        driver = opened(chromium(kind), tmp_path, yarn())
+        assert driver.execute_script(CONTRAST) == []
+
+
 def test_it_is_dark_where_dark_is_preferred(chromium: Chromium, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
 
@@ -114,13 +201,13 @@ def test_everything_is_reached_by_the_tab_key(chromium: Chromium, tmp_path: Path
     from selenium.webdriver.common.keys import Keys
 
     driver = opened(chromium("desktop"), tmp_path)
-    wanted = driver.execute_script("return document.querySelectorAll('input, button, svg.plot').length")
+    wanted = driver.execute_script("return document.querySelectorAll('input, button, summary, svg.plot').length")
     reached = set()
     for _ in range(wanted + 3):
         ActionChains(driver).send_keys(Keys.TAB).perform()
         reached.add(
             driver.execute_script(
-                "const e = document.activeElement; return e.id || e.value || e.getAttribute('aria-label')"
+                "const e = document.activeElement; return e.id || e.value || e.ariaLabel || e.textContent"
             )
         )
     reached -= {None, ""}

@@ -1,7 +1,7 @@
 "use strict";
 // Sliders, numbers beside them, and schemes to choose; what is chosen stands in the address, too.
 posswap.controls = (() => {
-  const { styles, start, limits } = posswap.given;
+  const { styles, start, limits, presets } = posswap.given;
   const chosen = new Set(start.schemes);
   const s = { ...start.settings };
   const inputs = {};
@@ -32,6 +32,7 @@ posswap.controls = (() => {
       if (document.activeElement !== number) number.value = s[name];
     }
     document.querySelectorAll("#schemes input").forEach((box) => (box.checked = chosen.has(box.value)));
+    answered();
     const told = Object.keys(limits).map((name) => `${name} ${s[name]}`);
     document.getElementById("state").textContent = `${[...chosen].join(", ")}; ${told.join(", ")}; ${posswap.numbers.target(s)} tokens after the swap`;
   };
@@ -44,6 +45,24 @@ posswap.controls = (() => {
   const draw = () => {
     posswap.pictures.drawAll(styles.filter((style) => chosen.has(style.name)), s);
     document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
+  };
+
+  // The answer to a question is shown as long as its schemes and numbers are.
+  const answered = () => {
+    const fits = ({ schemes, settings }) =>
+      schemes.length === chosen.size &&
+      schemes.every((name) => chosen.has(name)) &&
+      Object.entries(settings).every(([name, value]) => name === "factor" || s[name] === value);
+    const found = presets.findIndex(fits);
+    document.getElementById("answer").textContent = found < 0 ? "" : presets[found].answer;
+    document.querySelectorAll("#questions button").forEach((button, number) => button.setAttribute("aria-pressed", String(number === found)));
+  };
+
+  const choose = (schemes, settings) => {
+    Object.assign(s, settings);
+    chosen.clear();
+    schemes.forEach((name) => chosen.add(name));
+    changed();
   };
 
   const changed = () => {
@@ -86,11 +105,11 @@ posswap.controls = (() => {
       }),
     );
     document.getElementById("reset").addEventListener("click", () => {
-      Object.assign(s, start.settings);
-      chosen.clear();
-      start.schemes.forEach((name) => chosen.add(name));
-      changed();
+      choose(start.schemes, start.settings);
     });
+    document.querySelectorAll("#questions button").forEach((button, number) =>
+      button.addEventListener("click", () => choose(presets[number].schemes, presets[number].settings)),
+    );
     addEventListener("resize", redraw);
     addEventListener("beforeprint", draw);
     addEventListener("hashchange", () => {
