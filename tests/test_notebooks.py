@@ -24,6 +24,7 @@ from hf_posswap.evaluation import KeySpans, find_key_spans, reach_of, ruler_prom
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.patching.verify.verify_swap import Verification
 from hf_posswap.plotting import draw_positions
+from hf_posswap.schemes import SCHEMES
 from hf_posswap.training import byte_tokenizer, python_corpus
 from hf_posswap.training.config import load_recipe
 from hf_posswap.training.dryrun import dry_run
@@ -161,6 +162,25 @@ def logit_scale_fit() -> Any:
     return hf_posswap.fit_logit_scale(patch_model(small(), NoPE(logit_scale=0.0)), torch.arange(64).view(2, 32), 32)
 
 
+def bias_fit() -> Any:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"n_layer": 6, "n_head": 4, "n_embd": 16, "vocab_size": 257, "n_positions": 16}
+    return hf_posswap.fit_bias(GPT2LMHeadModel(GPT2Config(**shape)), "t5", torch.arange(32).view(2, 16))
+
+
+def test_a_scheme_with_many_numbers_has_a_short_repr_and_a_plain_one_its_whole() -> None:
+    fitted = bias_fit()
+    assert len(repr(fitted)) < LONG < len(str(fitted.to_dict()))
+    assert len(repr(fitted.of_layer(0))) < LONG
+    assert repr(fitted).startswith("PerLayer(layers=")
+    pairs = tuple(float(number) for number in range(1, 33))
+    assert len(repr(hf_posswap.LongRope(factor=2.0, long_factor=pairs, short_factor=pairs))) < LONG
+    classes = {cls.__name__: cls for _, cls in SCHEMES.items()}
+    layered = hf_posswap.Rope().per_layer({1: NoPE()})
+    for scheme in (hf_posswap.T5Bias(), hf_posswap.Alibi(), hf_posswap.PRope(p=0.5), layered):
+        assert eval(repr(scheme), dict(classes)) == scheme
+
+
 def longrope() -> Any:
     return hf_posswap.search_longrope(llama(), torch.arange(64).view(2, 32), 2.0, population=8, iterations=1)
 
@@ -272,7 +292,7 @@ def test_the_repr_of_a_result_is_short_and_a_notebook_shows_a_table(shown: Calla
 @pytest.mark.slow
 def test_every_public_result_is_shown_here_or_small(shown: Callable[[str], Any]) -> None:
     """What has a view of its own is shown above; of what the package's folders export, nothing else is long."""
-    seen = {type(shown(name)) for name in RESULTS}
+    seen = {type(shown(name)) for name in (*RESULTS, "compare")}
     names = ("comparison", "evaluation", "plotting", "search", "training", "checkpoints.exports")
     modules = [importlib.import_module(f"hf_posswap.{name}") for name in names]
     exported = [getattr(module, name) for module in (hf_posswap, *modules) for name in getattr(module, "__all__", ())]
@@ -317,6 +337,7 @@ def test_a_picture_that_is_not_there_any_more_is_said(tmp_path: Path) -> None:
 CELLS = """
 import hf_posswap, torch
 from hf_posswap.plotting import draw_positions
+from hf_posswap.schemes import SCHEMES
 from transformers import GPT2Config, GPT2LMHeadModel
 from hf_posswap.training import byte_tokenizer
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind, Traits
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, rounded
 from hf_posswap.schemes.mechanism import Mechanism
@@ -59,6 +59,8 @@ class Alibi(LinearBias):
         >>> str(Alibi(interpolation=4))
         'alibi(interpolation=4.0)'
     """
+
+    __repr__ = Scheme.short_repr
 
     name: ClassVar[str] = "alibi"
     summary: ClassVar[str] = "a linear penalty on distance, one slope a head"

@@ -19,6 +19,7 @@ from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.docstrings import add_inherited_fields
 from hf_posswap.utils.printable import brief_repr
+from hf_posswap.utils.result_views import MOST_LETTERS, brief
 from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
 from hf_posswap.utils.untrusted import refuse_deep
 
@@ -191,6 +192,18 @@ class Scheme:
             'together'
         """
         return SCHEMES.get("together")(table=self, inside=other)  # type: ignore[call-arg]
+
+    def short_repr(self) -> str:
+        """Return the repr of a dataclass or, if it is long, one with the beginnings of its numbers.
+
+        A scheme whose fields hold a number for each head or layer has it as its repr; `to_dict` has all of them.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        whole = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+        if len(whole) <= MOST_LETTERS:
+            return whole
+        given = {name: value for name, value in values.items() if value is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={brief(value)}' for name, value in given.items())})"
 
     def __str__(self) -> str:
         shown = ", ".join(

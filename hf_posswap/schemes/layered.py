@@ -106,6 +106,8 @@ class PerLayer(Layered):
         ['nope', 'alibi', 'rope', 'rope']
     """
 
+    __repr__ = Scheme.short_repr
+
     name: ClassVar[str] = "per_layer"
     summary: ClassVar[str] = "another scheme in each layer, as you choose"
     source: ClassVar[str] = "https://arxiv.org/abs/2501.18795"

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin, Frequencies, cos_sin
-from hf_posswap.schemes.base import SCHEMES, Traits
+from hf_posswap.schemes.base import SCHEMES, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.dynamic_rope import DynamicRope
 
@@ -44,6 +44,8 @@ class LongRope(DynamicRope):
         >>> LongRope(long_factor=[1.0, 4.0], factor=4).long_factor
         (1.0, 4.0)
     """
+
+    __repr__ = Scheme.short_repr
 
     name: ClassVar[str] = "longrope"
     summary: ClassVar[str] = "LongRoPE: a given divisor for each pair, short and long"

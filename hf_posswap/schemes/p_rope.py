@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin, default_inv_freq
-from hf_posswap.schemes.base import SCHEMES, Traits
+from hf_posswap.schemes.base import SCHEMES, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
 
@@ -49,6 +49,8 @@ class PRope(RotaryScheme):
         >>> PRope(select=[0, 3]).resolve(shape, None).angles(shape).inv_freq
         tensor([1.0000, 0.0000, 0.0000, 0.0010])
     """
+
+    __repr__ = Scheme.short_repr
 
     name: ClassVar[str] = "p_rope"
     summary: ClassVar[str] = "p-RoPE: a share of the frequencies turns, the others carry no position"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Kind
+from hf_posswap.schemes.base import SCHEMES, Kind, Scheme
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, generator, parameter, rounded
 from hf_posswap.schemes.mechanism import Mechanism
@@ -88,6 +88,8 @@ class T5Bias(LinearBias):
         >>> T5Bias().num_buckets, T5Bias().max_distance
         (32, 128)
     """
+
+    __repr__ = Scheme.short_repr
 
     name: ClassVar[str] = "t5"
     summary: ClassVar[str] = "T5's bias: a learned number for each bucket of distances and head"
