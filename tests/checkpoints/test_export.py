@@ -456,6 +456,42 @@ def test_encoders_get_what_to_type(case: str, tmp_path: Path) -> None:
     assert {each.target: each.command for each in doctor(tmp_path / "x").serving}["tei"] == commands[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme", "auto"),
+    [("BertModel", None, "AutoModel"), ("BertForMaskedLM", None, "AutoModelForMaskedLM"),
+     ("BertForSequenceClassification", "alibi", None), ("BertForMaskedLM", "rope", None)],
+)  # fmt: skip
+def test_an_encoder_is_no_model_that_generates(name: str, scheme: str | None, auto: str | None, tmp_path: Path) -> None:
+    model = getattr(transformers, name)(build("bert").config)
+    hf_posswap.save(model if scheme is None else patch_model(model, scheme), tmp_path / "x")
+    served = {each.target: each for each in doctor(tmp_path / "x").serving}
+    assert served["tgi"].verdict == "impossible"
+    assert f"{name}) is an encoder: serve it with text-embeddings-inference" in served["tgi"].why
+    if auto is not None:
+        assert served["transformers"].command.endswith(f"or {auto}.from_pretrained({str(tmp_path / 'x')!r})")
+        loaded = getattr(transformers, auto).from_pretrained(tmp_path / "x")
+        assert type(loaded).__name__ == name
+
+
+def test_the_doctor_and_the_page_agree_on_what_to_native_makes(tmp_path: Path) -> None:
+    from hf_posswap.explorer.model import model_facts
+    from hf_posswap.schemes import make_scheme
+
+    folder = saved(tmp_path / "x", "gpt2", "rope", max_length=64)
+    page = {
+        each.target: each.verdict
+        for each in model_facts(build("gpt2").config, make_scheme("rope"), max_length=64).serving
+    }
+    served = {each.target: each for each in doctor(folder).serving}
+    assert {target: each.verdict for target, each in served.items()} == page
+    assert served["sglang"].why.startswith("as a GPTNeoXForCausalLM by posswap to-native: ")
+    shown = CliRunner().invoke(app, ["doctor", str(folder)], env={"COLUMNS": "80"}).stdout
+    typed = shown.replace(" \\\n", " ")
+    for each in served.values():
+        for command in each.command.split(" && ") if each.target != "transformers" else ():
+            assert shlex.join(shlex.split(command)) in " ".join(typed.split()), each.target
+
+
 def test_llamacpp_has_no_opt(tmp_path: Path) -> None:
     found = export(saved(tmp_path / "x", "opt", None), "llamacpp")
     assert (found.verdict, found.command) == ("impossible", "")

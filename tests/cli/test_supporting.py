@@ -50,9 +50,9 @@ def test_a_name_of_nothing_or_of_too_much_is_refused() -> None:
 def test_help_lists_the_commands_in_groups() -> None:
     shown = run("--help", columns=120)
     groups = list(dict.fromkeys(group for group, *_ in _COMMANDS))
-    places = [shown.index(f" {group} ") for group in groups]
+    places = [shown.index(f"─ {group} ─") for group in groups]
     assert places == sorted(places)
     for group, name, *_ in _COMMANDS:
-        begin = shown.index(f" {group} ")
+        begin = shown.index(f"─ {group} ─")
         end = min([place for place in places if place > begin], default=len(shown))
         assert f" {name} " in shown[begin:end], (group, name)

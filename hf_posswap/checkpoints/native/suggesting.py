@@ -31,7 +31,9 @@ def stock_config(model: Any) -> tuple[PositionConfig, str] | None:
             blueprint = build(model, swap_plan(model))
         except (PosswapError, NotImplementedError, RuntimeError):  # not exact, or it needs the weights' values
             continue
-        return position_config_of(blueprint.config), str(blueprint.model_class.__name__)
+        config, name = copy.copy(blueprint.config), str(blueprint.model_class.__name__)
+        config.architectures = [name]  # as save_pretrained writes it
+        return position_config_of(config), name
     return None
 
 

@@ -179,8 +179,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             merged[key] = _with_items(old or [], value, key)
             continue
         is_another = isinstance(value, Mapping) and isinstance(old, Mapping) and _renames(old, value)
-        are_mappings = isinstance(old, Mapping) and isinstance(value, Mapping) and not is_another
-        merged[key] = merge(old, value) if are_mappings else value  # type: ignore[arg-type]
+        are_mappings = isinstance(old, Mapping | None) and isinstance(value, Mapping) and not is_another
+        merged[key] = merge(old or {}, value) if are_mappings else value
     return merged
 
 

@@ -131,7 +131,7 @@ def total_row(predictions: Sequence[Prediction]) -> tuple[str, str]:
         ('in all', '400 steps, 3.2 M tokens')
     """
     steps, tokens = (sum(getattr(each, name) for each in predictions) for name in ("max_steps", "all_tokens"))
-    text = f"{steps:,} steps, {_count(tokens)}tokens"
+    text = f"{steps:,} steps, {_count(tokens).rstrip()} tokens"
     hours = [each.hours for each in predictions]
     known = [each for each in hours if each is not None]
     if len(known) < len(hours):
@@ -141,6 +141,15 @@ def total_row(predictions: Sequence[Prediction]) -> tuple[str, str]:
 
 
 def _hours(hours: float) -> str:
+    """Return a time with its unit.
+
+    Example:
+        >>> _hours(30.0), _hours(0.25)
+        ('30 hours', '15 minutes')
+    """
+    seconds = hours * _HOUR
+    if seconds < 60:
+        return f"{seconds:.3g} seconds"
     return f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.3g} minutes"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import NotEnoughMemoryError
@@ -132,6 +134,39 @@ def _logits(model: Any, config: Any, tokens: int, chunk: int, *, copies: int) ->
     if not chunk or head is None or not head.weight.requires_grad:
         return logits_bytes
     return logits_bytes + head.weight.numel() * _FLOAT  # its gradient is computed along with the loss
+
+
+def process_bytes() -> int | None:
+    """Return the resident memory of this process, with its libraries; None: this system does not say.
+
+    Example:
+        >>> process_bytes() is None or process_bytes() > 10_000_000
+        True
+    """
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def need_message(need: TrainingNeed, process: int | None) -> str:
+    """Return the estimate as text, on a CPU with what the process holds besides.
+
+    Args:
+        need: the estimate.
+        process: resident memory of the process once the weights are loaded; None: the weights are on a GPU, or the
+            system does not say.
+
+    Example:
+        >>> need_message(TrainingNeed(100 << 20, 0, 0, 50 << 20, 0, 0), 700 << 20).partition("; ")[2]
+        'with the libraries, 600 MiB, about 750 MiB'
+    """
+    if process is None:
+        return f"memory needed: {need}"
+    libraries = max(0, process - need.weights - need.teacher)
+    total = human_bytes(need.total + libraries)
+    return f"memory needed: {need}; with the libraries, {human_bytes(libraries)}, about {total}"
 
 
 def refuse_too_much(need: TrainingNeed, free: int | None, recipe: Recipe, *, loaded: bool) -> None:

@@ -43,7 +43,7 @@ from hf_posswap.training.engine.gates import (
 )
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
-from hf_posswap.training.engine.memory import refuse_too_much, training_need
+from hf_posswap.training.engine.memory import need_message, process_bytes, refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.sentence_files import pooling_of
@@ -323,7 +323,7 @@ def _check_memory(recipe: Recipe, model: Any, teacher: Any, launch: Launch, serv
     free = services.free_bytes(torch.device("cpu" if on_cpu(recipe) else "cuda")) if services.free_bytes else None
     if recipe.gates.start:
         refuse_too_much(need, free, recipe, loaded=on_cpu(recipe))
-    return f"memory needed: {need}"
+    return need_message(need, process_bytes() if on_cpu(recipe) else None)
 
 
 def _lengths_with_scores(recipe: Recipe, model: Any) -> tuple[int, ...]:

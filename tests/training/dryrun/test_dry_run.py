@@ -474,8 +474,8 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path) -> None:
     (phase,) = json.loads(CliRunner().invoke(app, [*arguments[:-2], *launch, "--json"]).stdout)["phases"]
     assert phase["least_hours"] == pytest.approx(2 * phase["least_seconds_a_step"])
     assert phase["tokens"] == 7200 * 2 * phase["tokens_a_step"]
-    minutes, gpu_hours = f"{60 * phase['least_hours']:.3g}", f"{2 * phase['least_hours']:,.3g}"
-    assert re.search(rf"in all +7,200 steps, .* tokens: at least {minutes} minutes, {gpu_hours} GPU hours", done.stdout)
+    seconds, gpu_hours = f"{3600 * phase['least_hours']:.3g}", f"{2 * phase['least_hours']:,.3g}"
+    assert re.search(rf"in all +7,200 steps, .* tokens: at least {seconds} seconds, {gpu_hours} GPU hours", done.stdout)
     for words in (["--gpu", "24GB"], ["--dry-run", "--show"], ["--dry-run", "--processes", "1000000"]):
         done = CliRunner().invoke(app, ["train", "-c", str(path), *words])
         assert done.exit_code == 2, words

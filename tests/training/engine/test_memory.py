@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_posswap.errors import NotEnoughMemoryError
-from hf_posswap.training.engine.memory import TrainingNeed, refuse_too_much
+from hf_posswap.training.engine.memory import TrainingNeed, need_message, process_bytes, refuse_too_much
 from tests.training.engine import memory_child
 from tests.training.engine_runs import recipe
 
@@ -41,6 +42,20 @@ def test_the_estimate_is_within_a_quarter_of_what_is_held() -> None:
     found = json.loads(run.stdout)
     ratios = {case: held["estimated"] / held["measured"] for case, held in zip(CASES, found, strict=True)}
     assert {case: round(ratio, 2) for case, ratio in ratios.items() if not 0.75 <= ratio <= 1.25} == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")
+def test_the_libraries_are_named_beside_the_training() -> None:
+    """They are as large as a small model: without them a process takes half as much again as was announced."""
+    before = process_bytes()
+    assert before is not None
+    assert before == pytest.approx(memory_child.status("VmRSS"), rel=0.05)
+    held = torch.ones(64 << 20)
+    assert (process_bytes() or 0) - before == pytest.approx(held.numel() * 4, rel=0.05)
+    need = TrainingNeed(weights=1 << 30, gradients=0, optimizer=0, activations=1 << 30, layer=0, logits=0)
+    message = need_message(need, (1 << 30) + (512 << 20))
+    assert message.endswith("with the libraries, 512 MiB, about 2.5 GiB")
+    assert need_message(need, None) == f"memory needed: {need}"
 
 
 def test_the_worst_moment_counts() -> None:
