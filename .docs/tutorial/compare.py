@@ -12,7 +12,7 @@
 # # Notebook: compare and read the report
 #
 # You measure one model with three mechanisms at several lengths, without training, and read the results: the table, the
-# verdicts, the sliding-window baseline, and `results.json`. It takes half a minute on one CPU core.
+# verdicts, the sliding-window baseline, and `results.json`. It takes less than a minute on one CPU core.
 
 # %%
 import json
