@@ -216,8 +216,13 @@ def test_few_documents_give_no_verdict() -> None:
     assert run.results["comparisons"]["GPT2LMHeadModel+rope"]["lengths"][0]["p"] is None
     assert "Only 4 documents: with fewer than 8 there is no verdict" in str(run)
     assert "no effective length:" in str(run)
-    assert "GPT2LMHeadModel+rope: No verdict on far context: 128 tokens beyond the window change" in str(run)
-    assert "too few documents for a verdict" in str(run)  # against the sliding window
+    verdict, details = str(run).split("Details:")
+    assert (
+        "GPT2LMHeadModel+rope: No verdict: 4 documents are too few for a verdict; 8 are needed. Measured: 2x" in verdict
+    )
+    (line,) = (line for line in details.splitlines() if line.startswith("- GPT2LMHeadModel+rope: Inside the window: "))
+    assert "; no verdict: 4 documents are too few" in line
+    assert "No verdict on far context: 128 tokens beyond the window change" in line
 
 
 def test_a_model_in_training_is_measured_without_dropout_and_stays_in_training() -> None:
@@ -344,15 +349,17 @@ def test_names_of_folders_stay_text_and_tell_nothing_of_the_folders_above(tmp_pa
     compare(folders, documents=texts, settings=settings, out=tmp_path / "out", pictures=False)
     for file in ("results.json", "report.html", "table.md", "curves.csv"):
         assert home.name not in (tmp_path / "out" / file).read_text(), file
-    rows = (tmp_path / "out" / "table.md").read_text().splitlines()
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert lines[2] == "- &lt;img src=x onerror=alert(1)&gt;: Not swapped: it was measured only inside the window."
+    rows = lines[6:]  # after a verdict for each model
     assert "texts of &lt;me&gt;" in rows[0]
     shown = [re.split(r"(?<!\\)\|", row)[1].strip() for row in rows[4:9]]
     assert shown == [
         "● a\\|b",
-        "■ \\*c\\* \\_d\\_ \\`e\\`",
-        "◆ &lt;img src=x onerror=alert(1)&gt;",
-        "▲ \\[f\\](g)",
-        "▼ h_i",
+        "◆ \\*c\\* \\_d\\_ \\`e\\`",  # ■ is a control's
+        "▲ &lt;img src=x onerror=alert(1)&gt;",
+        "▼ \\[f\\](g)",
+        "✚ h_i",
     ]
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows[2:9]} == {4}  # one cell each
     assert "<img" not in (tmp_path / "out" / "report.html").read_text()

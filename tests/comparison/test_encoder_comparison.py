@@ -41,7 +41,7 @@ def test_masked_tokens_and_retrieval_by_length() -> None:
     assert native["pseudo_ppl"][0]["tokens"] == 9 * 62
     assert "is bidirectional: this metric is for causal models" in rope["not_measured"]["ppl_prefix"]
     assert "cost" in rope["not_measured"]
-    assert "| ■ BertForMaskedLM+rope | " in str(run)
+    assert "| ◆ BertForMaskedLM+rope | " in str(run)
 
 
 def test_the_metrics_of_an_encoder_are_chosen_for_it() -> None:

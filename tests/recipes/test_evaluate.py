@@ -37,7 +37,7 @@ def test_evaluate_holds_a_swap_against_the_model(model: Path) -> None:
     out, text = model.parent / "evaluated", model.parent
     done = run(evaluate.app, model, "rope", out, "--text", text / "0.txt", "--text", text / "1.txt")
     assert done.exit_code == 0, done.output
-    assert "| ■ tiny+rope |" in done.output
+    assert "| ◆ tiny+rope |" in done.output
     assert "Within the window: no verdict, KL " in done.output
     results = json.loads((out / "results.json").read_text())
     assert results["lengths"] == [16, 32, 64, 128]
