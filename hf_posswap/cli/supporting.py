@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_posswap.cli.arguments import Json
 from hf_posswap.cli.listing import warnings_off
-from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
+from hf_posswap.cli.output import quiet_library, show_indented, show_json, show_pairs, show_text
 from hf_posswap.errors import OptionError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -50,22 +51,25 @@ def support(
         entries = census(matching, every_scheme=True)
     if json:
         return show_json([entry.to_dict() for entry in entries])
+    groups: dict[tuple[tuple[str, str], ...], list[ClassEntry]] = {}
     for entry in entries:
-        _show(entry)
+        groups.setdefault(tuple(entry.routes.items()), []).append(entry)
+    for group in groups.values():
+        _show(group)
     return show_text(
-        "native: stock transformers loads the saved checkpoint. plugin: loading it needs hf_posswap. no: refused."
+        "native: stock transformers loads the saved checkpoint. plugin: loading it needs hf_posswap. no: refused; "
+        "posswap explain MODEL SCHEME says why."
     )
 
 
-def _show(entry: ClassEntry) -> None:
-    types = ", ".join(entry.model_types)
-    rows = [(entry.name, f"{types}; {entry.native or 'positions unknown'}")]
-    for route in ("native", "plugin"):
-        schemes = [scheme for scheme, own in entry.routes.items() if own == route]
-        rows += [(f"  {route}", ", ".join(schemes))] if schemes else []
-    refused = [scheme for scheme, own in entry.routes.items() if own == "no"]
-    if refused or entry.reason:
-        reason = f": {entry.reason}" if entry.reason else ""
-        rows.append(("  no", f"{', '.join(refused) or 'scheme'}{reason}"))
-    show_pairs(rows)
+def _show(entries: Sequence[ClassEntry]) -> None:
+    """Print classes that support the same schemes, and the schemes by their route; or why each class is refused."""
+    for entry in entries:
+        refused = "" if entry.supported else f": {entry.reason}"
+        show_indented(f"{entry.name} ({', '.join(entry.model_types)}){refused}", 0)
+    by_route = {
+        route: [scheme for scheme, own in entries[0].routes.items() if own == route]
+        for route in ("native", "plugin", "no")
+    }
+    show_pairs((f"  {route}", ", ".join(schemes)) for route, schemes in by_route.items() if schemes)
     show_text("")
