@@ -145,7 +145,7 @@ def _split(
         scaling=kwargs.get("scaling"),
         dropout=kwargs.get("dropout", 0.0),
         weights=name != "sdpa",
-        held=call.held(),
+        memo=call.held(),
     )
 
 

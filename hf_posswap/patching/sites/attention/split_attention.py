@@ -23,7 +23,7 @@ LOWEST = torch.finfo(torch.float32).min
 """The score of a pair that is masked."""
 
 
-class Held(NamedTuple):
+class KeyRange(NamedTuple):
     """The keys that a piece holds for a block of queries.
 
     Attributes:
@@ -53,7 +53,7 @@ class Scoring:
         mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: no mask.
         causal: where there is no mask: whether a query sees only keys up to its own index.
         scaling: multiplies the scores.
-        held: what was found for one query, for all layers that ask the same.
+        memo: what was found for one query, for all layers that ask the same.
     """
 
     pieces: tuple[Piece, ...]
@@ -65,7 +65,7 @@ class Scoring:
     mask: Tensor | None
     causal: bool
     scaling: float
-    held: dict[Any, Any]
+    memo: dict[Any, Any]
 
     @property
     def wide(self) -> torch.dtype:
@@ -75,28 +75,29 @@ class Scoring:
     def block(self, start: int, stop: int) -> Tensor:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         seen, keys = self._seen(start, stop), self.key_positions.shape[1]
-        found = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.held_by_one()
+        ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one()
         turned: dict[Any, Tensor] = {}
-        parts = [self._part(one, start, stop, turned) for one in found]
-        if _tile(found, keys):
-            return self._masked(torch.cat(parts, dim=-1), seen, start, stop)
+        by_range = [self._range_scores(key_range, start, stop, turned) for key_range in ranges]
+        if _tile(ranges, keys):
+            return self._masked(torch.cat(by_range, dim=-1), seen, start, stop)
         batch, heads, _, _ = self.query.shape
         # what no query sees may belong to no piece here
         scores = self.query.new_full((batch, heads, stop - start, keys), LOWEST, dtype=self.wide)
-        for one, part in zip(found, parts, strict=True):
-            if one.which is not None:
-                part = torch.where(one.which[:, None], part, scores[..., one.low : one.high])
-            scores = torch.cat((scores[..., : one.low], part, scores[..., one.high :]), dim=-1)
+        for key_range, range_scores in zip(ranges, by_range, strict=True):
+            if key_range.which is not None:
+                seen_scores = scores[..., key_range.low : key_range.high]
+                range_scores = torch.where(key_range.which[:, None], range_scores, seen_scores)
+            scores = torch.cat((scores[..., : key_range.low], range_scores, scores[..., key_range.high :]), dim=-1)
         return self._masked(scores, seen, start, stop)
 
-    def held_by_one(self) -> list[Held]:
+    def ranges_of_one(self) -> list[KeyRange]:
         """Return which keys each piece holds for the one query."""
         if torch.compiler.is_compiling():
             return self._holding(0, 1, None)
-        if self._known not in self.held:  # the mask is held too, so that its id is not given to another
-            self.held[self._known] = self._holding(0, 1, None), self.mask
-        found: list[Held] = self.held[self._known][0]
-        return found
+        if self._known not in self.memo:  # the mask is held too, so that its id is not given to another
+            self.memo[self._known] = self._holding(0, 1, None), self.mask
+        ranges: list[KeyRange] = self.memo[self._known][0]
+        return ranges
 
     @property
     def _known(self) -> tuple[Any, ...]:
@@ -105,47 +106,48 @@ class Scoring:
 
     def one(self) -> Tensor | None:
         """Return attention of the one query [B, 1, H, Dv]; None: its pieces do not hold keys side by side."""
-        found, keys = self.held_by_one(), self.key_positions.shape[1]
-        if not _tile(found, keys) or (self.mask is not None and self.mask.shape[1] > 1):
+        ranges, keys = self.ranges_of_one(), self.key_positions.shape[1]
+        if not _tile(ranges, keys) or (self.mask is not None and self.mask.shape[1] > 1):
             return None
-        if ("turns", self._known) not in self.held:
-            self.held["turns", self._known] = turns_of([held.piece for held in found])
-        ranges = [(held.piece, held.low, held.high) for held in found]
-        turns = self.held["turns", self._known]
-        return attend_one(self.query, self.key, self.value, turns, ranges, self.mask, scaling=self.scaling)
+        if ("turns", self._known) not in self.memo:
+            self.memo["turns", self._known] = turns_of([one.piece for one in ranges])
+        pieces = [(one.piece, one.low, one.high) for one in ranges]
+        turns = self.memo["turns", self._known]
+        return attend_one(self.query, self.key, self.value, turns, pieces, self.mask, scaling=self.scaling)
 
-    def _part(self, held: Held, start: int, stop: int, turned: dict[Any, Tensor]) -> Tensor:
+    def _range_scores(self, key_range: KeyRange, start: int, stop: int, turned: dict[Any, Tensor]) -> Tensor:
         """Return the scores of a piece for its range of keys, [B, H, q, high - low].
 
         Args:
-            held: the piece, and its range.
+            key_range: the piece, and its range.
             start: the first query.
             stop: the one after the last.
             turned: keeps the keys that pieces have in common.
         """
-        query = held.piece.rotate_query(self.query[:, :, start:stop], start, stop)
-        known: tuple[Any, ...] = held.piece.key_identity
+        query = key_range.piece.rotate_query(self.query[:, :, start:stop], start, stop)
+        known: tuple[Any, ...] = key_range.piece.key_identity
         if not _is_dear(self.key):  # otherwise the range is all keys, and its end may be a symbol, which has no hash
-            known = (*known, held.low, held.high)
+            known = (*known, key_range.low, key_range.high)
         if known not in turned:
-            turned[known] = held.piece.rotate_key(self.key[:, :, held.low : held.high], held.low, held.high)
+            low, high = key_range.low, key_range.high
+            turned[known] = key_range.piece.rotate_key(self.key[:, :, low:high], low, high)
         return grouped_matmul(query, turned[known].transpose(-1, -2)).to(self.wide) * self.scaling
 
-    def _holding(self, start: int, stop: int, seen: Tensor | None) -> list[Held]:
+    def _holding(self, start: int, stop: int, seen: Tensor | None) -> list[KeyRange]:
         """Return which keys each piece holds for the queries start to stop, in their order; none: it is left out."""
         rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
         columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
         shown = self._shown(start, stop) if seen is None else None
-        found = []
+        ranges = []
         for piece in self._needed(rows, columns, shown if seen is None else seen):
-            held = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
-            low, high = _range(held if seen is None else held & seen)
+            belongs = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
+            low, high = _range(belongs if seen is None else belongs & seen)
             if shown is not None:  # a range may begin in padding, so that those of all pieces lie side by side
-                high = min(high, _range(held & shown)[1])
-            which = held[..., low:high]
+                high = min(high, _range(belongs & shown)[1])
+            which = belongs[..., low:high]
             if low < high:
-                found.append(Held(piece, low, high, None if _is_all(which) else which))
-        return sorted(found, key=lambda one: one.low)
+                ranges.append(KeyRange(piece, low, high, None if _is_all(which) else which))
+        return sorted(ranges, key=lambda key_range: key_range.low)
 
     def _needed(self, rows: Tensor, columns: Tensor, shown: Tensor | None) -> list[Piece]:
         """Return the pieces, without those of later keys where the queries are shown none.
@@ -200,16 +202,16 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
 
 
-def _tile(found: list[Held], keys: int) -> bool:
-    """Return whether each of `keys` keys is held, for all queries, by one of the pieces that were found."""
-    ends = [0, *(one.high for one in found)]
-    begins = zip(found, ends[:-1], strict=True)
-    return ends[-1] == keys and all(one.which is None and one.low == begin for one, begin in begins)
+def _tile(ranges: list[KeyRange], keys: int) -> bool:
+    """Return whether each of `keys` keys is held, for all queries, by one of the ranges."""
+    ends = [0, *(key_range.high for key_range in ranges)]
+    begins = zip(ranges, ends[:-1], strict=True)
+    return ends[-1] == keys and all(key_range.which is None and key_range.low == begin for key_range, begin in begins)
 
 
-def _is_dear(held: Tensor) -> bool:
+def _is_dear(tensor: Tensor) -> bool:
     """Return whether the numbers of a tensor are not there to be read, or only by waiting for another device."""
-    return torch.compiler.is_compiling() or device_type(held) != "cpu"
+    return torch.compiler.is_compiling() or device_type(tensor) != "cpu"
 
 
 def _is_free(length: Any) -> bool:
@@ -218,18 +220,18 @@ def _is_free(length: Any) -> bool:
     return not isinstance(length, int) or (torch.compiler.is_dynamo_compiling() and is_exporting())
 
 
-def _is_all(held: Tensor) -> bool:
-    """Return whether all of `held` is; False where asking is dear."""
-    return not _is_dear(held) and bool(held.all())
+def _is_all(belongs: Tensor) -> bool:
+    """Return whether all of `belongs` is; False where asking is dear."""
+    return not _is_dear(belongs) and bool(belongs.all())
 
 
-def _range(held: Tensor) -> tuple[int, int]:
+def _range(belongs: Tensor) -> tuple[int, int]:
     """Return the first key that any query of a block holds, and the one after the last; all where asking is dear."""
-    keys = held.shape[-1]
-    if _is_dear(held):
+    keys = belongs.shape[-1]
+    if _is_dear(belongs):
         return 0, keys
-    found = held.flatten(0, -2).any(dim=0).nonzero()
-    return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+    indices = belongs.flatten(0, -2).any(dim=0).nonzero()
+    return (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, 0)
 
 
 def attend_split(
@@ -245,7 +247,7 @@ def attend_split(
     scaling: float | None,
     dropout: float = 0.0,
     weights: bool = False,
-    held: dict[Any, Any] | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return softmax attention whose score for a query and a key is that of the piece which holds them.
 
@@ -261,7 +263,7 @@ def attend_split(
         scaling: multiplies the scores; None: 1/sqrt(D).
         dropout: probability of dropping an attention weight.
         weights: whether to return the attention weights; all queries are then one block.
-        held: kept by the caller for all calls with the same pieces and positions; None: nothing is kept.
+        memo: kept by the caller for all calls with the same pieces and positions; None: nothing is kept.
 
     Returns:
         [B, Q, H, Dv], and the weights [B, H, Q, K] or None.
@@ -278,14 +280,14 @@ def attend_split(
         mask=mask,
         causal=causal,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        held={} if held is None else held,
+        memo={} if memo is None else memo,
     )
     length = query.shape[2]
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not (traced or weights or dropout) and length == 1:
-        found = scoring.one()
-        if found is not None:
-            return found, None
+        attended = scoring.one()
+        if attended is not None:
+            return attended, None
     whole = weights or _is_free(length)  # torch.export: blocks of any length cannot be counted
     outs = []
     last = 0 if whole else (length - 1) // BLOCK  # a compiled graph is for as many blocks, whatever the length
