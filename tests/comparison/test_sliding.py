@@ -14,6 +14,7 @@ from transformers import GPT2LMHeadModel
 import hf_posswap
 from hf_posswap.comparison import Candidate, EvalSettings, compare
 from hf_posswap.comparison.tables import in_short, markdown
+from hf_posswap.patching.record.training import TrainingRecord, swap_digest
 from hf_posswap.report import render_html
 from hf_posswap.training import byte_tokenizer
 from tests.comparison.test_names import TEXTS, gpt2
@@ -136,6 +137,31 @@ def test_an_unswapped_model_reads_the_windows_where_there_is_no_control() -> Non
     assert run.results["sliding"]["of"] == "plain"
     alone = compare(candidates[:1], documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings)
     assert alone.results["sliding"]["of"] == "rope"  # its own reach against its own windows
+
+
+def test_the_recipe_of_a_control_makes_it_one_whatever_its_name_and_a_trained_swap_needs_it() -> None:
+    control, trained = gpt2(1), hf_posswap.patch_model(gpt2(2), "rope", max_length=64).eval()
+    facts: dict[str, Any] = {
+        "base": "gpt2", "base_weights": "0" * 16, "objective": "next-token", "what": "full", "steps": 1, "tokens": 4096,
+        "data": "1" * 16, "held_out": {},
+    }  # fmt: skip
+    digest = swap_digest(hf_posswap.swap_plan(trained).record)
+    control.config.posswap_training = TrainingRecord(recipe="control", swap=None, **facts).to_dict()
+    trained.config.posswap_training = TrainingRecord(recipe="learned-to-rope", swap=digest, **facts).to_dict()
+    candidates = [Candidate(gpt2(0), name="base"), Candidate(trained, name="rope"), Candidate(control, name="plain")]
+    how: dict[str, Any] = {
+        "documents": TEXTS, "tokenizer": byte_tokenizer(),
+        "settings": EvalSettings(lengths=(32, 64), metrics=("ppl_prefix",)),
+    }  # fmt: skip
+    results = compare(candidates, **how).results
+    assert results["sliding"]["of"] == "plain"
+    assert results["models"]["plain"]["training"] == {"recipe": "control", "tokens": 4096}
+    assert results["notes"] == []
+    alone = compare(candidates[:2], **how).results
+    (note,) = alone["notes"]
+    assert note.startswith("rope was trained, and no control was compared: ")
+    assert note in render_html(alone)
+    assert note in markdown(alone)
 
 
 def test_a_second_run_reads_no_window_again(tmp_path: Path) -> None:
