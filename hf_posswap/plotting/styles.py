@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -88,6 +88,21 @@ def free_numbers(taken: Collection[int]) -> Iterator[int]:
     """
     used = frozenset(taken)
     return (number for number in _scheme_numbers() if number not in used)
+
+
+def distinct_numbers(preferred: Sequence[int | None]) -> list[int]:
+    """Return a number for each model, used once: the preferred one, for the first that has it, or a free one.
+
+    Example:
+        >>> distinct_numbers([2, None, 3, 2])
+        [2, 4, 3, 5]
+    """
+    taken = {number for number in preferred if number is not None}
+    free, used, numbers = free_numbers(taken), set[int](), []
+    for number in preferred:
+        numbers.append(next(free) if number is None or number in used else number)
+        used.add(numbers[-1])
+    return numbers
 
 
 def _scheme_numbers() -> Iterator[int]:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from hf_posswap.plotting.styles import BASE, CONTROL, SLIDING, STYLES, free_numbers, scheme_number, stroke_of, style_of
+from hf_posswap.plotting.styles import (
+    BASE,
+    CONTROL,
+    SLIDING,
+    STYLES,
+    distinct_numbers,
+    scheme_number,
+    stroke_of,
+    style_of,
+)
 from hf_posswap.report.conclusion import is_control_entry
 from hf_posswap.report.markup import Markup, tag
 
@@ -36,13 +45,9 @@ def model_numbers(results: Mapping[str, Any]) -> dict[str, int]:
         >>> list(model_numbers({"models": models}).values())
         [0, 1, 2, 3, 4]
     """
-    preferred = {name: _preferred_number(name, model) for name, model in results["models"].items()}
-    numbers: dict[str, int] = {}
-    for name, number in preferred.items():
-        if number is not None and number not in numbers.values():
-            numbers[name] = number
-    free = free_numbers(numbers.values())
-    return {name: numbers[name] if name in numbers else next(free) for name in preferred}
+    models: Mapping[str, Any] = results["models"]
+    numbers = distinct_numbers([_preferred_number(name, model) for name, model in models.items()])
+    return dict(zip(models, numbers, strict=True))
 
 
 def _preferred_number(name: str, model: Mapping[str, Any]) -> int | None:

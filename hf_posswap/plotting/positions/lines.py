@@ -11,6 +11,7 @@ import torch
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.numbers import Shown
 from hf_posswap.plotting.positions.sheet import sheet
+from hf_posswap.plotting.styles import distinct_numbers, scheme_number
 
 _POINTS = 200
 _BELOW = 1.5
@@ -39,10 +40,10 @@ def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = Fals
     with sheet(path, "Tokens in which a rotary pair completes a turn", below, height=3.6, dark=dark) as page:
         panel = page.panels[0]
         page.ruled(panel)
-        for number, subject in enumerate(subjects):
+        for index, (number, subject) in enumerate(zip(_style_numbers(subjects), subjects, strict=True)):
             lengths = numbers.wavelengths(subject)
             shown = lengths.masked_fill(lengths.isinf(), torch.nan)
-            look = page.marked_line(number, len(subjects), len(lengths))
+            look = page.marked_line(number, index, len(subjects), len(lengths))
             panel.plot(range(len(lengths)), shown.numpy(), label=subject.name, **look)
         panel.set_yscale("log", base=10)
         page.mark(panel, window, f"original window, {window}", vertical=False)
@@ -75,8 +76,9 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     with sheet(path, "Attention score by distance", below, height=3.6, dark=dark) as page:
         panel = page.panels[0]
         page.ruled(panel)
-        for number, (subject, head_scores) in enumerate(zip(subjects, all_scores, strict=True)):
-            look = page.marked_line(number, len(subjects), len(x))
+        drawn = zip(_style_numbers(subjects), subjects, all_scores, strict=True)
+        for index, (number, subject, head_scores) in enumerate(drawn):
+            look = page.marked_line(number, index, len(subjects), len(x))
             panel.plot(x, head_scores.mean(0).numpy(), label=subject.name, **look)
             low, high = head_scores.amin(0).numpy(), head_scores.amax(0).numpy()
             if (low < high).any():
@@ -148,9 +150,10 @@ def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: 
     with sheet(path, "Similarity of positions by distance", below, height=3.2, dark=dark) as page:
         panel = page.panels[0]
         page.ruled(panel)
-        for number, subject in enumerate(subjects):
+        for index, (number, subject) in enumerate(zip(_style_numbers(subjects), subjects, strict=True)):
             cosines = numbers.similarity_by_distance(numbers.table_rows(subject))
-            panel.plot(cosines.numpy(), label=subject.name, **page.marked_line(number, len(subjects), len(cosines)))
+            look = page.marked_line(number, index, len(subjects), len(cosines))
+            panel.plot(cosines.numpy(), label=subject.name, **look)
             middle = len(cosines) // 2
             summaries.append(
                 f"{subject.name}: {cosines[1]:z.2f} one apart, {cosines[middle]:z.2f} {middle} apart"
@@ -160,6 +163,11 @@ def draw_similarity_by_distance(subjects: Sequence[Shown], path: Path, *, dark: 
         page.axes(panel, "distance d, tokens", "cosine")
         page.legend(panel)
     return summaries
+
+
+def _style_numbers(subjects: Sequence[Shown]) -> list[int]:
+    """Return the number of each scheme's style, as in all other pictures."""
+    return distinct_numbers([scheme_number(subject.scheme.name) for subject in subjects])
 
 
 def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:

@@ -84,16 +84,17 @@ class Sheet:
             "linestyle": canvas.DASHES[stroke_of(number)],
         }
 
-    def marked_line(self, number: int, count: int, points: int) -> dict[str, Any]:
+    def marked_line(self, number: int, index: int, count: int, points: int) -> dict[str, Any]:
         """Return `line` with staggered markers, so that overlapping lines of `count` schemes stay visible.
 
         Args:
-            number: the scheme's number.
+            number: of the scheme's style.
+            index: of the scheme among those of the panel.
             count: number of schemes in the panel.
             points: number of points of the line.
         """
         step = max(count, points // _MARKS)
-        return self.line(number) | {"markevery": (step * number // count, step)}
+        return self.line(number) | {"markevery": (step * index // count, step)}
 
     def length_axis(self, panel: Axes, tokens: int) -> None:
         """Make x a log axis from 1 to `tokens` with plain numbers as tick labels."""
