@@ -85,11 +85,12 @@ class Candidate:
                 f"a model of a comparison is a transformers model, a folder or a Hub id, got {brief_repr(self.source)}."
                 " A field of a scheme that is named like an argument goes into its name: 'rope:base=500000'."
             )
-        if isinstance(self.source, torch.nn.Module) and is_sentence_model(self.source):
-            inner_path = next(path for path, module in self.source.named_modules() if module is unwrap(self.source))
+        if is_sentence_model(self.source):
+            source: Any = self.source
+            inner_path = next(path for path, module in source.named_modules() if module is unwrap(source))
             raise OptionError(
-                f"a comparison pools vectors by the mean, whatever the pooling of this {type(self.source).__name__}: "
-                f"give the model inside, model.get_submodule({inner_path!r}), and tokenizer=model.tokenizer."
+                f"a comparison pools vectors by the mean, whatever the pooling of this {type(source).__name__}: give "
+                f"the model inside, model.get_submodule({inner_path!r}), and tokenizer=model.tokenizer."
             )
         check_max_length(self.max_length)
         if isinstance(self.scheme, str) or (isinstance(self.scheme, Mapping) and names_one_scheme(self.scheme)):
