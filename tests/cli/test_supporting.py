@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -10,11 +11,13 @@ from typer.testing import CliRunner
 
 from hf_posswap.cli import app
 from hf_posswap.cli.app import _COMMANDS
-from hf_posswap.patching.inspect.census import known_names
+from hf_posswap.patching.inspect.census import census, known_names
 from hf_posswap.patching.inspect.describe import explain
 from hf_posswap.schemes import schemes_for
 from hf_posswap.testing.tiny import tiny_config
 from tests.cli.conftest import says
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, code: int = 0, columns: int = 80) -> str:
@@ -30,6 +33,29 @@ def test_the_routes_are_those_of_the_plans(name: str, expected: str) -> None:
     planned = explain(tiny_config(CONFIG_MAPPING[expected])).schemes
     assert entry["routes"].keys() == schemes_for("text").keys() == planned.keys()
     assert {scheme: route.partition(":")[0] for scheme, route in planned.items()} == entry["routes"]
+
+
+OUTCOMES = {"native": "native", "plugin": "plugin", "–": "no"}
+
+
+def test_the_routes_are_those_of_the_support_page() -> None:
+    """The page holds what the light contract ran; its lines are groups of equal classes."""
+    lines = (ROOT / ".docs" / "pages" / "support.md").read_text(encoding="utf-8").splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    begin = next(number for number, cells in enumerate(table) if cells[:2] == ["classes", "model types"])
+    schemes, rows = table[begin][2:], [cells for cells in table[begin + 2 :] if cells[0].isdigit()]
+    for entry in census(["BertForMaskedLM", "GPT2LMHeadModel", "Qwen3ForCausalLM", "T5ForConditionalGeneration"],
+                        every_scheme=True):  # fmt: skip
+        expected = [
+            {
+                scheme: OUTCOMES[cell]
+                for column, cell in zip(schemes, cells[2:], strict=True)
+                for scheme in column.split(", ")
+            }
+            for cells in rows
+            if f"`{entry.model_types[0]}`" in cells[1]
+        ]
+        assert entry.routes in expected, entry.name
 
 
 def test_a_class_a_type_and_a_family_are_found_and_what_cannot_be_swapped_says_why() -> None:
