@@ -113,8 +113,8 @@ class Preset:
     answer: str
 
 
-_LLAMA_3 = {"base": 500_000, "factor": 4, "window": 8192, "heads": 32, "dim": 128}
-_GPT_2 = {"base": 10_000, "factor": 4, "window": 1024, "heads": 12, "dim": 64}
+_LLAMA_3: dict[str, float] = {"base": 500_000, "factor": 4, "window": 8192, "heads": 32, "dim": 128}
+_GPT_2: dict[str, float] = {"base": 10_000, "factor": 4, "window": 1024, "heads": 12, "dim": 64}
 PRESETS = (
     Preset(
         "Why does Llama 3 break beyond 8,192 tokens?",
