@@ -11,6 +11,7 @@ os.environ["DO_NOT_TRACK"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import collections
 import gc
 import logging
 import random
@@ -42,6 +43,10 @@ SLOW_EXAMPLES = (
     "hf_posswap.selfcheck.run.selfcheck",
 )
 """Examples in docstrings that are marked slow."""
+
+HALVED = ("advice", "checkpoints", "contract", "families", "patching")
+"""Folders in which a test of `MANY` cases and more runs on half of them in every run, and on the others if slow."""
+MANY = 20
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -123,6 +128,7 @@ def _share_of(asked: str | None) -> tuple[int, int]:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = _share_of(config.getoption("--share"))
+    _mark_other_halves([item for item in items if isinstance(item, pytest.Function)])  # before shares are taken
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == share]
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
@@ -132,6 +138,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def _mark_other_halves(items: list[pytest.Function]) -> None:
+    """Mark half of the cases of the tests in `HALVED` slow: which, goes by a hash of their names."""
+    left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
+    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_halved(item.path)]
+    counts = collections.Counter(item.nodeid.partition("[")[0] for item in daily)
+    for item in daily:
+        is_odd = zlib.crc32(item.nodeid.encode()) // 2**16 % 2  # shares go by the remainder of the same hash
+        if counts[item.nodeid.partition("[")[0]] >= MANY and is_odd:
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_halved(path: Path) -> bool:
+    tests = Path(__file__).parent
+    return path.is_relative_to(tests) and path.relative_to(tests).parts[0] in HALVED
 
 
 def pytest_collection() -> None:

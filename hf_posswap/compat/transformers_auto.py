@@ -59,6 +59,9 @@ _AUTO_CLASSES = {
 def auto_class_name(architecture: str) -> str:
     """Return the name of the Auto class that gives the model class `architecture`; "AutoModel" for a bare model.
 
+    Touches `models.auto.modeling_auto.MODEL_FOR_<task>_MAPPING_NAMES`. Without it cards and commands name an Auto class
+    that does not load the checkpoint.
+
     Example:
         >>> auto_class_name("GPT2LMHeadModel"), auto_class_name("BertModel")
         ('AutoModelForCausalLM', 'AutoModel')

@@ -19,7 +19,7 @@ def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
     """Check that `fit_bias` or `fit_rotation` can fit a swap of `model` to `scheme`.
 
     Args:
-        model: the unswapped model; it is not changed.
+        model: the unswapped model, which may be on meta; it is not changed.
         scheme: the scheme; resolved, as in the plan of the swap, if it rotates.
 
     Raises:

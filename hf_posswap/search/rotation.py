@@ -174,9 +174,9 @@ def fit_rotation(model: PreTrainedModel, tokens: Any, *, progress: bool | None =
 
 
 def check_rotation(model: PreTrainedModel, scheme: RotaryScheme) -> None:
-    """Raise the errors of `fit_rotation` for a swap of the unswapped `model` to `scheme`."""
+    """Raise the errors of `fit_rotation` for a swap of the unswapped `model`, which may be on meta, to `scheme`."""
     _check_angles(scheme, str(scheme))
-    _pairs(model, check_table(unwrap(model), scheme, _OWNER))
+    _pairs(model, check_table(unwrap(model), scheme, _OWNER, runs=False))
 
 
 def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:

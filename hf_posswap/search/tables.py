@@ -19,8 +19,14 @@ BESIDE_TABLE = Learned() + Alibi()
 """A swap that keeps the table active and gives access to the scores."""
 
 
-def check_table(model: Any, scheme: Scheme, owner: str) -> Sites:
+def check_table(model: Any, scheme: Scheme, owner: str, *, runs: bool = True) -> Sites:
     """Return the sites of `model`, which has a learned position table and nothing else, and can be swapped to `scheme`.
+
+    Args:
+        model: unswapped.
+        scheme: to fit.
+        owner: the function of which errors speak.
+        runs: whether the model is run now, for which it needs its weights; False: they may be on meta.
 
     Raises:
         UnsupportedSwapError: the model has no learned table, another mechanism in addition to it, several stacks, or
@@ -41,7 +47,7 @@ def check_table(model: Any, scheme: Scheme, owner: str) -> Sites:
         )
     if sites.main.spec.layers_share and len(sites.main.attention) < model.config.num_hidden_layers:
         raise UnsupportedSwapError(shared_layers(name))
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if runs and any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedModelError(f"{owner} runs the model, and its weights are on meta: load it with its weights.")
     plan_swap(model, BESIDE_TABLE)
     return sites

@@ -25,7 +25,7 @@ LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
         (["eval", ABSENT, "rope", "--max-length", "0", "--text", "TEXT"], LENGTH),
         (["eval", ABSENT, "--out", "TEXT", "--text", "TEXT"], "it is a file. Choose another."),
         (["eval", ABSENT, "--metrics", "longppl", "--key-spans", "absent.json", "--text", "TEXT"], "absent.json"),
-        (["eval", ABSENT, "--lengths", "0", "--text", "TEXT"], "lengths are numbers of at least 2 tokens"),
+        (["eval", ABSENT, "--lengths", "0", "--text", "TEXT"], "lengths are whole numbers of at least 2 tokens"),
         (["eval", ABSENT, "--text", "absent.txt"], "absent.txt does not exist"),
         (["eval", ABSENT, "--text", "NO_TEXT"], "holds no document: no file in or below it ends in .txt"),
         (["eval", ABSENT], "there is no text to measure on: give --text books/"),

@@ -62,7 +62,8 @@ def test_eval_prints_a_table_and_goes_on_where_it_stopped(posswap: Posswap, tiny
     ],
 )
 def test_what_is_wrong_is_one_line(tiny: Path, arguments: list[str], code: int, message: str) -> None:
-    done = CliRunner().invoke(app, ["eval", str(tiny), "--text", "python", *arguments])
+    text = [] if "--text" in arguments else ["--text", "python"]
+    done = CliRunner().invoke(app, ["eval", str(tiny), *text, *arguments])
     assert done.exit_code == code, done.stderr
     assert message in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -1,7 +1,7 @@
 """Runs every test that asks for a `pair` on all of them, the toys registered meanwhile.
 
-Of the pairs of every run each point has one half, by a hash: each pair meets half of the points, and each scheme and
-each model every point on some pair. The other halves are marked slow.
+Of the pairs of every run each point has one half (`tests/conftest.py`), by a hash: each pair meets half of the points,
+and each scheme and each model every point on some pair.
 
 Pairs whose code others share, and those of `others.py`, run only with `-m exhaustive`; the light contract proves
 them in every run of the slow tests.
@@ -9,7 +9,6 @@ them in every run of the slow tests.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         slow = metafunc.definition.get_closest_marker("slow") is not None  # then one model of each kind is enough
         few = metafunc.definition.get_closest_marker("few") is not None
         daily = is_of_a_kind if slow else is_one_of_few if few else is_daily
-        halved = "" if slow or few else metafunc.definition.nodeid
-        metafunc.parametrize("pair", _marked(pairs, daily, metafunc.config, halved), indirect=True)
+        metafunc.parametrize("pair", _marked(pairs, daily, metafunc.config), indirect=True)
     if "refused" in metafunc.fixturenames:
         pairs = [pair for pair in all_pairs() if refusal(pair) is not None and pair.first]
         metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY, metafunc.config), indirect=True)
@@ -54,31 +52,14 @@ def is_of_a_kind(pair: Pair) -> bool:
     return pair.model in KINDS
 
 
-def is_of_other_half(point: str, pair: Pair) -> bool:
-    """Return whether `pair` is of the half of the pairs that runs `point` only where slow tests are asked for."""
-    return zlib.crc32(f"{point} {pair}".encode()) % 2 == 1
-
-
-def _marked(pairs: list[Pair], daily: Callable[[Pair], bool], config: pytest.Config, point: str = "") -> list[Any]:
+def _marked(pairs: list[Pair], daily: Callable[[Pair], bool], config: pytest.Config) -> list[Any]:
     """Return the pairs as parameters, those that do not run in every run marked: or left out, where -m says so.
 
     To make twenty thousand tests and to deselect them takes longer than a hundred of them.
-
-    Args:
-        pairs: to run.
-        daily: whether a pair runs in every run, or in those of slow tests.
-        config: of this run.
-        point: the test that runs on half of the daily pairs, and with slow tests on the others; "": on all of them.
     """
     if "not exhaustive" in config.getoption("markexpr"):
         pairs = [pair for pair in pairs if daily(pair)] or pairs[:1]
-
-    def marks(pair: Pair) -> list[pytest.MarkDecorator]:
-        if not daily(pair):
-            return [pytest.mark.exhaustive]
-        return [pytest.mark.slow] if point and is_of_other_half(point, pair) else []
-
-    return [pytest.param(pair, marks=marks(pair), id=str(pair)) for pair in pairs]
+    return [pytest.param(pair, marks=[] if daily(pair) else pytest.mark.exhaustive, id=str(pair)) for pair in pairs]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -83,6 +84,16 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         """Return that it is one."""
         return True
+
+
+@pytest.fixture(autouse=True)
+def _bars_on() -> Iterator[None]:
+    """Show bars, whatever a command that ran in this process before has set."""
+    was = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.enable_progress_bar()
+    yield
+    if not was:
+        transformers.utils.logging.disable_progress_bar()
 
 
 def test_bars_are_for_terminals_alone_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,20 +73,23 @@ def centre_table(model: Any) -> Tensor:
 
 
 def check_centring(model: Any) -> None:
-    """Refuse a `model` that `centre_table` does not support; raises its errors, but does not compare outputs."""
-    _checked_weights(unwrap(model))
+    """Refuse a `model` that `centre_table` does not support; raises its errors, but does not compare outputs.
+
+    The model may be on meta: it is to be loaded in its dtype.
+    """
+    _checked_weights(unwrap(model), runs=False)
 
 
-def _checked_weights(model: Any) -> tuple[Stack, Tensor, Tensor]:
+def _checked_weights(model: Any, *, runs: bool = True) -> tuple[Stack, Tensor, Tensor]:
     if getattr(model, "_posswap", None) is not None:
         raise AlreadyPatchedError(
             f"{type(model).__name__} carries a swap: call centre_table before patch_model, or unpatch_model first."
         )
     refuse_wrapped_parts(model)
-    return _weights(model)
+    return _weights(model, runs=runs)
 
 
-def _weights(model: Any) -> tuple[Stack, Tensor, Tensor]:
+def _weights(model: Any, *, runs: bool = True) -> tuple[Stack, Tensor, Tensor]:
     """Return the one stack, and the weights of its table and of the token embeddings that the table is added to.
 
     Raises:
@@ -108,7 +111,7 @@ def _weights(model: Any) -> tuple[Stack, Tensor, Tensor]:
             f"{embeddings.shape[1]}: they are not added to each other."
         )
     for weight in (table, embeddings):
-        if weight.device.type == "meta" or weight.dtype not in (torch.float32, torch.float64):
+        if (runs and weight.device.type == "meta") or weight.dtype not in (torch.float32, torch.float64):
             raise UnsupportedSwapError(
                 f"centre_table adds to weights, and needs float32 or float64 numbers in memory; {name} has "
                 f"{weight.dtype} on {weight.device.type}. Load it with dtype=torch.float32."

@@ -108,7 +108,7 @@ def prepare(
         PosswapError: a check failed, before anything is trained.
     """
     say = services.reporter.line if services.reporter else None
-    tokenizer = _read_before_loading(recipe, say)
+    tokenizer = _read_before_loading(recipe, services, say)
     tell = say if say is not None and os.environ.get("RANK", "0") == "0" else lambda line: None
     tell(f"loading the weights of {recipe.model.name}")
     model = load_model(recipe)
@@ -256,7 +256,7 @@ def _revision(recipe: Recipe) -> dict[str, Any]:
     return {} if recipe.model.revision is None else {"revision": recipe.model.revision}
 
 
-def _read_before_loading(recipe: Recipe, say: Say | None) -> Any:
+def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> Any:
     """Check config and text before the weights are read, which may take long; return the tokenizer.
 
     The text is tokenized: `build_data` reads it from the cache.
@@ -271,7 +271,9 @@ def _read_before_loading(recipe: Recipe, say: Say | None) -> Any:
         check_reads_text(skeleton, recipe.objective.kind)
         geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
         if scheme is not None:
-            plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
+            plan = plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
+            if recipe.model.dtype != "auto":  # the dtype that the weights are loaded in
+                check_start(skeleton.to(getattr(torch, recipe.model.dtype)), scheme, plan, recipe.swap, services)
         causal = geometry.causal
     tokenizer = load_recipe_tokenizer(recipe)
     text = read_text(recipe.data, tokenizer, causal=causal, say=say)
