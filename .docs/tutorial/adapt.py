@@ -70,7 +70,8 @@ settings = [
     f"model.name={base}",
     "swap.max_length=1024",
     "data.length=1024",
-    "data.sources.0.documents=150",  # of Python's own texts; yours: data.sources.0.path=books
+    "data.sources.0.path=python",  # the sources of Python itself; yours: data.sources.0.path=books
+    "data.sources.0.documents=150",
     f"data.cache={folder}",
     "training.max_steps=20",
     "training.warmup_steps=5",
