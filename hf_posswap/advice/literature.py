@@ -90,7 +90,7 @@ LITERATURE = (
         "arXiv:2410.02660, abstract; the base: train_64K.sh of princeton-nlp/ProLong", 40_000_000_000,
     ),
     Literature(
-        ("abf",), True, "a base of 500,000", "Llama 3 8B to 405B", 8e9, 405e9, 8192, 131_072,
+        ("abf",), True, "a base of 500,000", "Llama 3 405B", 405e9, 405e9, 8192, 131_072,
         "six stages of increasing length on about 800 B tokens", "arXiv:2407.21783, section 3.4.2", 800_000_000_000,
     ),
     Literature(

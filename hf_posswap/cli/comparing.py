@@ -55,7 +55,7 @@ def compare(
             autocompletion=added_schemes,
         ),
     ],
-    against: Annotated[
+    baseline: Annotated[
         str | None,
         typer.Option(
             "--baseline",
@@ -93,14 +93,14 @@ def compare(
 
     Example: posswap compare llama +ntk +yarn:factor=4 --lengths 2048,4096,8192 --text books/
     """
-    chosen = parse_candidates(models, max_length, against)
+    chosen = parse_candidates(models, max_length, baseline)
     documents_source = requested_text(text)
     with quiet_library():
         from hf_posswap.comparison import compare as run
 
         evaluation = run(
             chosen,
-            against=against,
+            baseline=baseline,
             command=command_line(),
             documents=documents_source,
             tokenizer=tokenizer,
@@ -130,20 +130,20 @@ class ModelSpec:
     swap: str
 
 
-def parse_candidates(models: list[str], max_length: int | None, against: str | None = None) -> list[Candidate]:
+def parse_candidates(models: list[str], max_length: int | None, baseline: str | None = None) -> list[Candidate]:
     """Parse MODEL arguments to candidates. Their names are checked before torch is imported.
 
     Args:
         models: "MODEL", "MODEL+SCHEME", "MODEL+SCHEME:FIELD=VALUE,...", or "+SCHEME..." of the first model, each with
             "NAME=" before it or without.
         max_length: tokens that the schemes should support; None: the longest measured length.
-        against: name of the baseline, to be checked; None: the default baseline.
+        baseline: name of the baseline, to be checked; None: the default baseline.
 
     Raises:
         CheckpointError: a folder does not exist, or the first argument names no model.
         DataError: two models have the same name.
         OptionError, UnknownNameError, SchemeError: as `make_scheme`; or an argument has no model after its name, or no
-            model is called `against`.
+            model is called `baseline`.
 
     Example:
         >>> candidates = parse_candidates(["org/llama", "+yarn:factor=4", "mine=org/other"], None)
@@ -162,7 +162,7 @@ def parse_candidates(models: list[str], max_length: int | None, against: str | N
         names.append(argument.name or f"{plain}+{argument.swap}".rstrip("+"))
     _refuse_schemes_without_a_sign(models, arguments)
     check_names(names)
-    reference_name(names, against)
+    reference_name(names, baseline)
 
     from hf_posswap.comparison import Candidate
 

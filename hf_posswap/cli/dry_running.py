@@ -33,12 +33,12 @@ def run_dry(
         UnknownNameError, OptionError: no such GPU, or no such file.
         PosswapError: as `dry_run`.
     """
-    from hf_posswap.training.dryrun import card_of, dry_run, launch_file
+    from hf_posswap.training.dryrun import dry_run
 
     return dry_run(
         recipe,
-        card=None if gpu is None else card_of(gpu),
-        accelerate=None if accelerate is None else launch_file(accelerate),
+        gpu=gpu,
+        accelerate=accelerate,
         processes=processes,
         say=None if reporter is None else reporter.line,
     )

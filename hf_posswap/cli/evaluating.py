@@ -94,7 +94,7 @@ def evaluate(
         ),
     ] = None,
     max_length: MaxLength = None,
-    base: Annotated[
+    baseline: Annotated[
         str | None,
         typer.Option(
             "--baseline", "--base", metavar="ID_OR_PATH", help="Compare MODEL with this one.", show_default=False
@@ -127,7 +127,7 @@ def evaluate(
     """
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
-    source, base_source = source_of(model), None if base is None else source_of(base)
+    source, base_source = source_of(model), None if baseline is None else source_of(baseline)
     chosen = None if scheme is None else make_scheme(scheme)
     documents_source = requested_text(text)
     with quiet_library():
@@ -218,7 +218,7 @@ def placing(device: str, dtype: str | None) -> dict[str, Any]:
     """
     import torch
 
-    from hf_posswap.quickstart.settings import resolve_device
+    from hf_posswap.utils.devices import resolve_device
 
     precision = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not isinstance(precision, torch.dtype):

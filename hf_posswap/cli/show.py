@@ -21,7 +21,6 @@ from hf_posswap.cli.attention import (
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.evaluating import Device, Text, requested_text
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_text
-from hf_posswap.errors import DataError
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
@@ -111,29 +110,12 @@ def show(
 
 
 def _shape(model: str | None, heads: int, dim: int, length: int, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the geometry of a model, or the one that the numbers describe."""
-    from hf_posswap.plotting.positions.numbers import sample_geometry
+    """Return the model whose geometry to draw in, or the numbers that say it, as arguments of `draw_positions`."""
+    if model is None:
+        return {"heads": heads, "dim": dim, "length": length}
+    from hf_posswap.checkpoints.load import load
 
-    if model is not None:
-        return _shape_of(source_of(model), trust_remote_code)
-    return {"geometry": sample_geometry(heads, dim, length)}
-
-
-def _shape_of(source: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the geometry of a model, and its position table if it has one."""
-    import hf_posswap
-    from hf_posswap.families.locating import locate
-    from hf_posswap.families.sites import TokenTable
-
-    loaded = hf_posswap.load(source, trust_remote_code=trust_remote_code)
-    report = hf_posswap.describe_positions(loaded)
-    if report.swapped is not None:
-        raise DataError(f"{source!r} already carries a swap ({report.swapped}): give the checkpoint it was made from.")
-    tables = [stack.table for stack in locate(loaded).stacks if isinstance(stack.table, TokenTable)]
-    if not tables:
-        return {"geometry": report.geometry}
-    rows = loaded.get_parameter(f"{tables[0].path}.weight").detach().float()[tables[0].offset :]
-    return {"geometry": report.geometry, "old": rows}
+    return {"model": load(source_of(model), trust_remote_code=trust_remote_code)}
 
 
 def _plain(drawn: Drawn) -> dict[str, Any]:

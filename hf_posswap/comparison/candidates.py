@@ -83,7 +83,7 @@ class Candidate:
         if not isinstance(self.source, str | Path | torch.nn.Module):
             raise OptionError(
                 f"a model of a comparison is a transformers model, a folder or a Hub id, got {brief_repr(self.source)}."
-                " A field of a scheme that is named like an argument goes into its name: 'rope:base=500000'."
+                " A field of a scheme that is named like an argument goes into its name: 'kerple:seed=1'."
             )
         if is_sentence_model(self.source):
             source: Any = self.source

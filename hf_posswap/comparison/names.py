@@ -96,24 +96,24 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
-def reference_name(names: Sequence[str], against: str | None = None) -> str:
-    """Return the name of the baseline: `against`, else the control, else the first.
+def reference_name(names: Sequence[str], baseline: str | None = None) -> str:
+    """Return the name of the baseline: `baseline`, else the control, else the first.
 
     Args:
         names: the models' names; the control is the one whose last component is "control".
-        against: the requested baseline, or None.
+        baseline: the requested baseline, or None.
 
     Raises:
-        UnknownNameError: no model is called `against`.
+        UnknownNameError: no model is called `baseline`.
 
     Example:
         >>> reference_name(["base", "control", "rope"]), reference_name(["base", "rope"])
         ('control', 'base')
     """
-    if against is not None and against not in names:
-        raise UnknownNameError("baseline model", against, list(names))
+    if baseline is not None and baseline not in names:
+        raise UnknownNameError("baseline model", baseline, list(names))
     controls = [name for name in names if is_control(name)]
-    return against or (controls[0] if controls else names[0])
+    return baseline or (controls[0] if controls else names[0])
 
 
 def is_control(name: str) -> bool:

@@ -76,7 +76,7 @@ def evaluate(
     model: PreTrainedModel | str | Path,
     scheme: SchemeChoice | None = None,
     *,
-    base: PreTrainedModel | str | Path | None = None,
+    baseline: PreTrainedModel | str | Path | None = None,
     text: Any = None,
     documents: Any = None,
     lengths: Sequence[int] | int | None = None,
@@ -104,8 +104,8 @@ def evaluate(
     Args:
         model: a transformers model (which is not changed), a folder, or a Hub id.
         scheme: the scheme to put in first, without training, as in `patch_model`; the model without it is then the
-            base.
-        base: the baseline; None: the model without `scheme`, or nothing.
+            baseline.
+        baseline: a model to compare with; None: the model without `scheme`, or nothing.
         text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
         documents: maximum number of documents; None: 48. It also takes what `text` takes.
         lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
@@ -151,9 +151,9 @@ def evaluate(
     if scheme is None and (options or max_length is not None):
         _refuse_options(options, max_length)
     chosen = Candidate(model, scheme, options, max_length)
-    if base is None and scheme is not None:
-        base = model
-    first = [] if base is None else [Candidate(base)]
+    if baseline is None and scheme is not None:
+        baseline = model
+    first = [] if baseline is None else [Candidate(baseline)]
     if first and first[0].label == chosen.label:
         first = [replace(first[0], name="base")]
     return compare(
@@ -212,7 +212,7 @@ def compare(
     progress: bool | None = None,
     reporter: Reporter | None = None,
     trust_remote_code: bool = False,
-    against: str | None = None,
+    baseline: str | None = None,
     command: str | None = None,
 ) -> Evaluation:
     """Measure several models on the same tokens, and compare each with a baseline and with the sliding window.
@@ -250,11 +250,11 @@ def compare(
             `evaluate`.
         reporter: as in `evaluate`.
         trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
-        against: name of the baseline; None: the model called "control", else the first.
+        baseline: name of the model to compare with; None: the model called "control", else the first.
         command: the command line to record in the results.
 
     Raises:
-        UnknownNameError: no model is called `against`, or no such metric.
+        UnknownNameError: no model is called `baseline`, or no such metric.
         OptionError: a setting is invalid, or a candidate is no model, folder or Hub id.
         DataError: no candidates, duplicate names, or different tokenizers; and as `evaluate`.
         MissingDependencyError: matplotlib is needed for pictures, or accelerate for several processes, and it is not
@@ -283,7 +283,7 @@ def compare(
     for candidate in chosen:
         candidate.check()
     names = candidate_names(chosen)
-    reference = reference_name(names, against)
+    reference = reference_name(names, baseline)
     folder = None if out is None else expand_home(out)
     if folder is not None and pictures:
         require_pictures()

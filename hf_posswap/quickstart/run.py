@@ -17,12 +17,13 @@ from hf_posswap.quickstart.base import Base, open_base, place_base
 from hf_posswap.quickstart.folder import LOCK, claim_folder, open_folder
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
-from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
+from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.quickstart.show import show
 from hf_posswap.quickstart.telling import TrainingReporter
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json
+from hf_posswap.utils.devices import resolve_device
 from hf_posswap.utils.progress import Reporter, quiet_transformers
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _run(
         alone=True,
         reporter=reporter,
         trust_remote_code=settings.trust_remote_code,
-        against=CONTROL,
+        baseline=CONTROL,
         command=command(settings),
     ).results
     best = choose_best(results)

@@ -7,10 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hf_posswap.errors import OptionError
-from hf_posswap.utils.format import said_by
 
 
 @dataclass(frozen=True)
@@ -65,25 +62,3 @@ class QuickstartSettings:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON data."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is a GPU if there is one.
-
-    Raises:
-        OptionError: no such device here.
-
-    Example:
-        >>> resolve_device("cpu")
-        device(type='cpu')
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch raises either, by build
-        raise OptionError(f"device {name!r} cannot be used here ({said_by(error)}): take 'auto' or 'cpu'.") from error
-    if device.type == "meta":
-        raise OptionError("device 'meta' holds no numbers: take 'auto' or 'cpu'.")
-    return device

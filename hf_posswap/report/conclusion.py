@@ -65,7 +65,10 @@ def conclude(results: Mapping[str, Any], name: str) -> Conclusion | None:
     Example:
         >>> row = {"length": 1024, "difference": -0.036, "low": -0.045, "high": -0.028, "p_holm": 0.003}
         >>> rope = {"plan": {}, "cannot_run": {}, "ppl_prefix": [{"length": 1024}], "against_sliding": [row]}
+        >>> loss = {"difference": -0.01, "lower": -0.03, "upper": 0.01, "margin": 0.02, "verdict": "not worse"}
+        >>> rope["short_reg"] = {"loss": loss, "length": 128}
         >>> results = {"models": {"rope": rope}, "window": 128, "sliding": {"of": "control"}, "base": "control"}
+        >>> results["comparisons"] = {}
         >>> conclude(results, "rope").text
         'Worth it: reads 8x the window at 3.5 % lower perplexity than the sliding window of control (-0.036 nats per token, 95 % interval -0.045 to -0.028).'
     """  # noqa: E501
@@ -151,10 +154,14 @@ def _is_open(row: Mapping[str, Any]) -> bool:
 
 
 def _inside_clause(short: Mapping[str, Any] | None, base: str) -> str:
-    """Return what limits the verdict inside the window; "" if the loss there is measured to be not worse."""
+    """Return what limits the verdict inside the window; "" if the loss there was measured to be not worse."""
     loss = short["loss"] if short else None
-    if loss is None or loss["verdict"] in ("not worse", "no verdict"):
+    if loss is None:
+        return "; inside the window it was not compared"
+    if loss["verdict"] == "not worse":
         return ""
+    if loss["verdict"] == "no verdict":
+        return f"; inside the window there is no verdict: {loss['reason'].rstrip('.')}"
     inside = f"; inside the window {lower_or_higher(loss['difference'])} than {base}"
     if loss["verdict"] == "worse":
         return f"{inside}, more than the allowed {percent(loss['margin'])}"

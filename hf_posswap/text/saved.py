@@ -63,9 +63,16 @@ def _splits_in(folder: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / _SEVERAL} cannot be read: {error}.") from error
     splits = content.get("splits") if isinstance(content, dict) else None
-    if not isinstance(splits, list) or not all(isinstance(name, str) and (folder / name).is_dir() for name in splits):
+    if not isinstance(splits, list) or not all(_is_split(folder, name) for name in splits):
         raise DataError(f"{folder / _SEVERAL} does not name the splits in {folder}: save the data set again.")
     return splits
+
+
+def _is_split(folder: Path, name: Any) -> bool:
+    """Return whether `name`, from a file, is that of a folder in `folder`, and not of one elsewhere."""
+    return (
+        isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and (folder / name).is_dir()
+    )
 
 
 def saved_rows(folder: Path) -> Iterator[dict[str, Any]]:

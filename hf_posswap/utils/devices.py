@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ def standing_for(device: str) -> Iterator[None]:
         yield
     finally:
         _STANDS_FOR.reset(before)
+
+
+@overload
+def resolve_device(device: None) -> None: ...
+
+
+@overload
+def resolve_device(device: str | torch.device) -> torch.device: ...
 
 
 def resolve_device(device: Any) -> torch.device | None:

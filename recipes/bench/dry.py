@@ -122,7 +122,7 @@ def _dry_run(run: Run) -> DryRun:
         config.save_pretrained(folder)
         return dry_run(
             load_recipe(run.recipe, [f"model.name={folder}", *settings]),
-            card=card_of(run.gpu),
+            gpu=card_of(run.gpu),
             accelerate=None if run.accelerate is None else launch_file(run.accelerate),
             processes=run.processes,
         )

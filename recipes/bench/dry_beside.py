@@ -102,7 +102,7 @@ def main(
 def _row(shape: str, values: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(Path(folder), shape, values)
-        (predicted,) = dry_run(recipe, card=_card()).predictions
+        (predicted,) = dry_run(recipe, gpu=_card()).predictions
         measured = _measure(recipe, Path(folder) / "run")
     return {"predicted": predicted.to_dict(), **measured}
 

@@ -105,7 +105,9 @@ def test_attention_is_drawn_before_and_after_the_swap_and_of_others(tmp_path: Pa
 def test_a_swapped_model_is_refused(tmp_path: Path, gpt2: Path) -> None:
     swapped = tmp_path / "swapped"
     hf_posswap.save(hf_posswap.patch_model(hf_posswap.load(gpt2), "rope"), swapped)
-    assert "already carries a swap" in shown("rope", "--model", str(swapped), "-o", str(tmp_path / "p"), code=4)
+    assert "give the checkpoint it was made from" in shown(
+        "rope", "--model", str(swapped), "-o", str(tmp_path / "p"), code=4
+    )
     assert not (tmp_path / "p").exists()
 
 

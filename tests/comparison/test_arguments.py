@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_posswap import patch_model
 from hf_posswap.cli import comparing, evaluating
 from hf_posswap.comparison import Candidate, EvalSettings, compare, compare_attention, evaluate
 from hf_posswap.errors import CheckpointError, OptionError, SchemeError, UnknownNameError
@@ -28,7 +29,7 @@ def test_each_option_of_a_command_is_an_argument_of_the_function(
     options = {
         name for name, option in inspect.signature(command).parameters.items() if option.default is not option.empty
     }
-    assert options - set(inspect.signature(function).parameters) <= {"json", "baseline"}  # what is printed; `against`
+    assert options - set(inspect.signature(function).parameters) <= {"json"}  # what is printed
 
 
 def test_settings_by_name_are_those_of_settings() -> None:
@@ -92,7 +93,7 @@ def test_a_scheme_may_be_a_dict(scheme: dict[str, Any]) -> None:
         ({"dtype": torch.int8}, OptionError, "got torch.int8"),
         ({"settings": {"lengths": [16]}}, OptionError, "settings are EvalSettings, got {'lengths'"),
         ({"progress": "no"}, OptionError, "progress is True, False or None, got 'no'"),
-        ({"base": 500000}, OptionError, "a transformers model, a folder or a Hub id, got 500000. .*'rope:base=500000'"),
+        ({"baseline": 1}, OptionError, "a transformers model, a folder or a Hub id, got 1. .*'kerple:seed=1'"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_loaded(
@@ -100,6 +101,15 @@ def test_what_is_wrong_is_refused_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(error, match=message):
         evaluate("no/such-model", **given)
+
+
+def test_fields_of_a_scheme_are_arguments_as_in_patch_model() -> None:
+    found = evaluate(gpt2(), "rope", base=500.0, lengths=[16], metrics="ppl_prefix", documents=2, **HOW)
+    swapped = patch_model(gpt2(), "rope", base=500.0, max_length=16)
+    expected = evaluate(swapped, lengths=[16], metrics="ppl_prefix", documents=2, **HOW)
+    plans = [list(one.results["models"].values())[-1] for one in (found, expected)]
+    assert plans[0]["plan"]["scheme"]["base"] == plans[1]["plan"]["scheme"]["base"] == 500.0
+    assert plans[0]["ppl_prefix"] == plans[1]["ppl_prefix"]
 
 
 def test_candidates_that_are_no_models_are_refused() -> None:

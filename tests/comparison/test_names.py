@@ -114,7 +114,7 @@ def test_the_control_is_what_the_others_are_held_against_unless_another_is_asked
     settings = EvalSettings(lengths=(16, 32), metrics=("ppl_prefix", "short_reg"))
     for against, wanted in ((None, "control"), ("base", "base")):
         results = compare(
-            candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings, against=against
+            candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings, baseline=against
         ).results
         others = {"base", "control", "rope"} - {wanted}
         assert results["base"] == wanted
@@ -122,4 +122,4 @@ def test_the_control_is_what_the_others_are_held_against_unless_another_is_asked
         assert set(results["comparisons"]) == others
         assert {name for name, model in results["models"].items() if "short_reg" in model} == others
     with pytest.raises(UnknownNameError, match="unknown baseline model 'alibi'"):
-        compare(candidates, against="alibi")
+        compare(candidates, baseline="alibi")

@@ -22,7 +22,7 @@ from hf_posswap.quickstart.folder import claim_folder, open_folder
 from hf_posswap.quickstart.recipes import CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload, probe_logits
 from hf_posswap.quickstart.run import choose_best, command
-from hf_posswap.quickstart.settings import QuickstartSettings, resolve_device
+from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
@@ -30,6 +30,7 @@ from hf_posswap.training.config import load_recipe
 from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.utils import progress
 from hf_posswap.utils.atomic_io import cache_folder
+from hf_posswap.utils.devices import resolve_device
 from hf_posswap.utils.progress import Reporter
 
 
@@ -220,7 +221,7 @@ def test_what_no_swap_fits_is_said_with_every_reason(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["abacus", "meta", "cuda:99"])
 def test_devices_that_are_not_here_are_refused(name: str) -> None:
-    with pytest.raises(OptionError, match=f"device {name!r} .*take 'auto' or 'cpu'"):
+    with pytest.raises(OptionError, match=f"device {name!r} .*give 'auto' or 'cpu'"):
         resolve_device(name)
 
 

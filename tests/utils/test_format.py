@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_posswap.errors import DataError, OptionError
-from hf_posswap.quickstart.settings import resolve_device
 from hf_posswap.text import tokens
+from hf_posswap.utils.devices import resolve_device
 from hf_posswap.utils.format import said_by
 
 ROOT = Path(__file__).resolve().parents[2]

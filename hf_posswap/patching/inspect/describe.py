@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from hf_posswap.utils.format import said_by
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.printable import in_lines, printable
 from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.scheme_text import read_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -386,8 +386,9 @@ def stand_ins(scheme: SchemeChoice, geometry: Geometry) -> dict[str, Any]:
     """Return example options for a scheme given by name, without fields that follow the name; none for an object."""
     if not isinstance(scheme, str):
         return {}
-    examples, fields = class_of_text(scheme).stand_ins(geometry), scheme.partition(":")[2]
-    return {name: value for name, value in examples.items() if not re.search(rf"(^|,)\s*{name}\s*=", fields)}
+    cls, fields = class_of_text(scheme), scheme.partition(":")[2]
+    given = read_fields(cls.name, cls, fields) if fields else {}
+    return {name: value for name, value in cls.stand_ins(geometry).items() if name not in given}
 
 
 def _outcome(model: Any, name: str, report: PositionReport) -> str:

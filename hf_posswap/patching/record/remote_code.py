@@ -95,7 +95,8 @@ _FOOTER = """}}
 __path__ = []  # modules below this one are those of SOURCES
 for _name in [name for name in sys.modules if name.startswith(SourceImporter.prefix)]:
     del sys.modules[_name]  # of an earlier version of this file
-sys.meta_path[:] = [one for one in sys.meta_path if getattr(one, "prefix", None) != SourceImporter.prefix]
+for _earlier in [one for one in sys.meta_path if getattr(one, "prefix", None) == SourceImporter.prefix]:
+    sys.meta_path.remove(_earlier)
 sys.meta_path.append(SourceImporter())
 importlib.import_module(SourceImporter.prefix + "versions").state_tested(TESTED_VERSIONS)
 for _name in SOURCES:

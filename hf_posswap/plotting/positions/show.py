@@ -237,7 +237,10 @@ def _shape(
 
     report, target = describe_positions(model), unwrap(model)
     if report.swapped is not None:
-        raise DataError(f"this {report.model} carries a swap ({report.swapped}): unpatch_model(model) first.")
+        raise DataError(
+            f"this {report.model} carries a swap ({report.swapped}): unpatch_model(model) first, or give the "
+            "checkpoint it was made from."
+        )
     tables = [stack.table for stack in locate(target).stacks if isinstance(stack.table, TokenTable)]
     if old is None and tables:
         old = target.get_parameter(f"{tables[0].path}.weight").detach().float().cpu()[tables[0].offset :]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import ConfigError, OptionError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.errors import ConfigError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.training.config import Phase, Recipe, phases_of
 from hf_posswap.training.config.load import check_recipe
 from hf_posswap.training.dryrun.cards import Card, card_of
@@ -70,7 +70,6 @@ def dry_run(
     recipe: Recipe,
     *,
     gpu: Card | str | None = None,
-    card: Card | None = None,
     accelerate: Path | str | None = None,
     processes: int | None = None,
     say: Say | None = None,
@@ -84,22 +83,19 @@ def dry_run(
         recipe: from `load_recipe`.
         gpu: the GPU: a name or a memory size as in `card_of`, or a `Card`; None: memory is predicted, but not whether
             it fits.
-        card: another name for `gpu`.
         accelerate: the file for accelerate launch, or the name of one of the package, such as "fsdp2"; None: none.
         processes: number of GPUs; None: the file's, or 1 without a file.
         say: shows a line before each phase and each change that is tried; None: nothing is shown.
 
     Raises:
-        UnknownNameError, OptionError: no such GPU or file, or `gpu` and `card` are both given.
+        UnknownNameError, OptionError: no such GPU or file.
         ConfigError: `recipe` is no recipe, a dry run does not support the launch or the recipe, or a GPU is given for a
             training on a CPU.
         UnsupportedModelError: the model's step depends on values of its weights.
         PosswapError: the recipe itself is refused.
     """
     check_recipe(recipe, "dry_run")
-    if gpu is not None and card is not None:
-        raise OptionError("gpu and card are both the GPU: give one of them.")
-    card = card_of(gpu) if isinstance(gpu, str) else gpu or card
+    card = card_of(gpu) if isinstance(gpu, str) else gpu
     accelerate = launch_file(accelerate) if isinstance(accelerate, str) else accelerate
     _refuse(recipe)
     predictions, notes = _predict(recipe, card, accelerate, processes, say)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 import types
@@ -49,6 +51,48 @@ def test_bundled_code_loads_saves_and_loads_again_where_the_package_is_missing(t
     assert found.pop("side by side") == {"first": 0, "last": 0}
     assert found == {name: {"auto": 0, "again": 0} for name in found}
     assert len(found) == 3
+
+
+BUNDLED = """
+import copy, inspect, pickle, sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from transformers import AutoModelForCausalLM
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_posswap":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+*folders, io = sys.argv[1:]
+ids, expected = torch.load(io)
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+with ThreadPoolExecutor(4) as pool:
+    models = list(pool.map(load, folders))
+first = models[0]
+models += [torch.compile(first, backend="eager", fullgraph=True), copy.deepcopy(first)]
+models += [pickle.loads(pickle.dumps(first))]
+for model in models:
+    assert torch.equal(model(ids).logits, expected)
+assert inspect.getsource(type(first.transformer.posswap)).startswith("class ")
+"""
+
+
+@pytest.mark.slow
+def test_bundled_code_loads_in_threads_compiles_copies_and_pickles(tmp_path: Path, stock_compiles: None) -> None:
+    model, ids = tiny("alibi").eval(), torch.arange(9)[None]
+    folders = [str(tmp_path / name) for name in "abcd"]
+    for folder in folders:
+        model.save_pretrained(folder)
+    torch.save((ids, model(ids).logits.detach()), tmp_path / "io.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", BUNDLED, *folders, str(tmp_path / "io.pt")],
+        env={**os.environ, "HF_HOME": str(tmp_path / "home")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -103,6 +103,10 @@ def test_a_saved_data_set_is_a_source_and_so_is_a_split_of_several(
             check_source(Source(path)) if "absent" not in path else files_below(Path(f"./{path}"))
     with pytest.raises(DataError, match=r"my/several has the splits test, train: name one, as my/several:SPLIT"):
         check_paths(Path("my/several"))
+    for elsewhere in ("../saved", str(tmp_path / "my" / "saved"), ".."):
+        (tmp_path / "my" / "several" / "dataset_dict.json").write_text(json.dumps({"splits": [elsewhere]}))
+        with pytest.raises(DataError, match="dataset_dict.json does not name the splits in my/several"):
+            check_paths(Path("my/several"))
     with pytest.raises(DataError, match=r"has no text under 'text', it has columns \['body'\]: name the column"):
         data(tmp_path, Source("my/saved"))
     changed = data(tmp_path, Source("my/saved", column="body")).identity

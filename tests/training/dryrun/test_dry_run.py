@@ -170,7 +170,7 @@ def test_every_kind_of_recipe_runs_dry(
     folders: dict[str, Path], kind: str, values: dict[str, Any], gpu: str | None
 ) -> None:
     values = {key: {**({"name": str(folders[kind])} if key == "model" else {}), **v} for key, v in values.items()}
-    found = dry_run(recipe(folders[kind], **values), card=None if gpu is None else card_of(gpu))
+    found = dry_run(recipe(folders[kind], **values), gpu=None if gpu is None else card_of(gpu))
     assert found.fits is (None if gpu is None else True)
     assert one(found).peak > 0
     assert one(found).flops > 0
@@ -178,9 +178,7 @@ def test_every_kind_of_recipe_runs_dry(
 
 def test_a_gpu_and_a_launch_file_go_by_their_names(folders: dict[str, Path]) -> None:
     by_name = dry_run(recipe(folders["gpt2"]), gpu="24GB")
-    assert by_name == dry_run(recipe(folders["gpt2"]), card=card_of("24GB"))
-    with pytest.raises(OptionError, match="gpu and card are both the GPU"):
-        dry_run(recipe(folders["gpt2"]), gpu="24GB", card=card_of("24GB"))
+    assert by_name == dry_run(recipe(folders["gpt2"]), gpu=card_of("24GB"))
     with pytest.raises(UnknownNameError, match="unknown GPU 'h1000'"):
         dry_run(recipe(folders["gpt2"]), gpu="h1000")
     with pytest.raises(UnknownNameError, match="unknown file of accelerate 'fsdp3'"):
@@ -257,9 +255,9 @@ def test_batches_of_a_step_keep_whole_gradients_under_fsdp2(folders: dict[str, P
 def test_a_card_is_no_cpu(folders: dict[str, Path]) -> None:
     on_cpu = recipe(folders["llama"], training={"use_cpu": True})
     with pytest.raises(ConfigError, match="--gpu is given, and training.use_cpu"):
-        dry_run(on_cpu, card=CARDS["h100"])
+        dry_run(on_cpu, gpu=CARDS["h100"])
     with pytest.raises(ConfigError, match="--gpu is given, and training.use_cpu"):
-        dry_run(recipe(folders["llama"]), card=CARDS["h100"], accelerate=launch_file("cpu"))
+        dry_run(recipe(folders["llama"]), gpu=CARDS["h100"], accelerate=launch_file("cpu"))
 
 
 def test_stages_are_told_apart(folders: dict[str, Path]) -> None:
@@ -278,9 +276,9 @@ def _staged(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_smallest_change_is_found(folders: dict[str, Path]) -> None:
     large = recipe(folders["llama"], training={"per_device_train_batch_size": 8}, objective={"chunk": 256})
-    needs = one(dry_run(large, card=CARDS["h100"])).peak
+    needs = one(dry_run(large, gpu=CARDS["h100"])).peak
     half = dataclasses.replace(large, training=dataclasses.replace(large.training, per_device_train_batch_size=4))
-    least = one(dry_run(half, card=CARDS["h100"])).peak
+    least = one(dry_run(half, gpu=CARDS["h100"])).peak
     room = (needs + least) // 2
     card = dataclasses.replace(CARDS["h100"], memory=int((room + (1 << 30)) / 0.96) + 1)
     lines: list[str] = []
@@ -296,7 +294,7 @@ def test_the_smallest_change_is_found(folders: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_what_never_fits_is_said(folders: dict[str, Path]) -> None:
     none = dataclasses.replace(CARDS["h100"], memory=int((1 << 30) / 0.96) + 1000)
-    found = dry_run(recipe(folders["llama"]), card=none)
+    found = dry_run(recipe(folders["llama"]), gpu=none)
     assert (found.fits, found.change, found.changed) == (False, None, ())
 
 
