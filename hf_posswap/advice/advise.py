@@ -93,7 +93,8 @@ class Advice(ResultView):
         rows = [
             *(("caution", self.caution) for _ in [0] if self.caution),
             ("use", self.use.title),
-            *(("because", f"{reason} [{reason.source}]") for reason in self.use.reasons),
+            *(("baseline to beat", self.baseline) for _ in [0] if self.baseline),
+            *(("because", f"{reason} [{reason.source}]") for reason in self.use.grounds),
             *(("served by", str(self.use.serving)) for _ in [0] if self.use.serving),
             *(("not known", note) for note in (*self.use.unknown, *self.unknown)),
             *(("command", command) for command in self.use.commands),

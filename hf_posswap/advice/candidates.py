@@ -64,7 +64,7 @@ def _larger_base(case: Case) -> int:
     base = max((float(layer["rope_theta"]) for layer in layers if layer.get("rope_theta")), default=0.0)
     if base < _BASE:
         return _BASE
-    dims = case.report.geometry.head_dim
+    dims = case.report.geometry.rotary_dim or case.report.geometry.head_dim
     return int(float(f"{base * case.windows ** (dims / max(dims - 2, 1)):.1e}"))
 
 

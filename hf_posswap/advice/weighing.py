@@ -64,7 +64,7 @@ class Option(ResultView):
         return [
             ("option", self.title),
             ("standing", self.standing),
-            *(("because", f"{reason} [{reason.source}]") for reason in self.reasons),
+            *(("because", f"{reason} [{reason.source}]") for reason in self.grounds),
             *(("against", reason) for reason in self.against),
             *(("not known", note) for note in self.unknown),
             *(("served by", str(self.serving)) for _ in [0] if self.serving),

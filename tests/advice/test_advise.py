@@ -15,6 +15,7 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -252,6 +253,10 @@ def test_a_large_model_with_a_budget_is_advised_by_the_literature_of_its_size() 
     assert (larger_base.route, advice.others[0].recipe) == ("native", "abf")
     assert larger_base.scheme == "rope:base=2000000"  # its own base of 500,000 times 4^(128 / 126), two digits
     assert "swap.scheme.base=2000000" in " ".join(larger_base.commands)
+    for page, option in ((advice._repr_html_(), advice.use), (larger_base._repr_html_(), larger_base)):
+        assert option.literature
+        assert all(row.source in page for row in option.literature)
+    assert advice.baseline in advice._repr_html_()
     lines = str(advice).splitlines()
     assert lines[1].startswith("caution: own measurements are on models of up to ")
     assert "published results come first" in lines[1]
@@ -318,3 +323,14 @@ def test_the_advice_says_what_it_holds_and_is_json() -> None:
         assert f"because {reason['said']} [{reason['source']}]" in said
     assert len(held["others"]) == len(advice.others)
     assert weighing.MARGIN == 0.02
+
+
+def test_a_larger_base_follows_from_the_dimensions_that_rotate() -> None:
+    from hf_posswap.advice.candidates import _larger_base
+    from hf_posswap.advice.case import read_case
+
+    rope = {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.25}
+    case = read_case(GPTNeoXConfig(hidden_size=512, num_attention_heads=8, rope_parameters=rope), 8192, 1e9, None)
+    width, times = case.report.geometry.rotary_dim, case.windows
+    assert (width, times) == (16, 4.0)
+    assert _larger_base(case) == int(float(f"{500_000 * times ** (width / (width - 2)):.1e}"))
