@@ -7,14 +7,15 @@ _SIGN = "+"
 
 def scheme_names(incomplete: str) -> list[str]:
     """Return the schemes whose names begin with `incomplete`."""
-    from hf_posswap.schemes import SCHEMES
+    from hf_posswap.schemes.base import known_schemes
 
-    return [name for name in SCHEMES if name.startswith(incomplete)]
+    sum_so_far, plus, begun = incomplete.rpartition(_SIGN)
+    return [f"{sum_so_far}{plus}{name}" for name in known_schemes() if name.startswith(begun)]
 
 
 def added_schemes(incomplete: str) -> list[str]:
     """Return the matching schemes in the form that `posswap compare` takes, with + before the name."""
-    model, plus, begun = incomplete.rpartition(_SIGN)
+    model, plus, begun = incomplete.partition(_SIGN)
     return [f"{model}{_SIGN}{name}" for name in scheme_names(begun)] if plus else []
 
 

@@ -52,5 +52,12 @@ def _plain(default: Any, annotation: Any) -> Any:
     if is_layers(annotation):
         return {str(layer): scheme.to_dict() for layer, scheme in default}
     if is_scheme(annotation):
-        return default.name if default == type(default)() else default.to_dict()
-    return list(default) if isinstance(default, tuple) else default
+        return _scheme(default)
+    if isinstance(default, tuple):
+        return [_scheme(item) if hasattr(item, "to_dict") else item for item in default]
+    return default
+
+
+def _scheme(default: Any) -> Any:
+    """Return a scheme as JSON data: its name, where all its fields are as they begin."""
+    return default.name if default == type(default)() else default.to_dict()

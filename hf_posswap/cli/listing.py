@@ -38,12 +38,12 @@ def schemes(
     Example: posswap schemes yarn
     """
     from hf_posswap.schemes import scheme_class
-    from hf_posswap.schemes.base import SCHEMES
+    from hf_posswap.schemes.base import known_schemes
 
     if name is not None:
         scheme = _scheme(name, scheme_class(name))
         return show_json(scheme) if json else _show_scheme(scheme)
-    listed = [_scheme(known, cls) for known, cls in SCHEMES.items()]
+    listed = [_scheme(known, cls) for known, cls in known_schemes().items()]
     return show_json(listed) if json else _show_schemes(listed)
 
 

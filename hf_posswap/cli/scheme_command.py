@@ -44,14 +44,15 @@ def refuse_other_ways(arguments: list[str]) -> None:
         ...     print(error)
         yarn --factor 4: fields of a scheme are written behind its name; write yarn:factor=4
     """
-    from hf_posswap.schemes import SCHEMES
+    from hf_posswap.schemes.base import known_schemes
     from hf_posswap.utils.scheme_text import field_kinds
 
-    scheme_index = next((number for number, word in enumerate(arguments) if _name_in(word) in SCHEMES), None)
+    known = known_schemes()
+    scheme_index = next((number for number, word in enumerate(arguments) if _name_in(word) in known), None)
     if scheme_index is None:
         return
     scheme, others = arguments[scheme_index], arguments[:scheme_index] + arguments[scheme_index + 1 :]
-    fields = list(_fields(others, field_kinds(SCHEMES.get(_name_in(scheme)))))
+    fields = list(_fields(others, field_kinds(known[_name_in(scheme)])))
     if fields:
         typed = " ".join([scheme, *(source for source, _ in fields)])
         joined = ",".join(field for _, field in fields)

@@ -49,6 +49,7 @@ from hf_posswap.schemes.common.grid_table import GridTable
 from hf_posswap.schemes.common.table import TableScheme
 from hf_posswap.schemes.dual_chunk import DualChunk
 from hf_posswap.schemes.fire import Fire
+from hf_posswap.schemes.functions import bias, query_scale, rotation
 from hf_posswap.schemes.kerple import Kerple
 from hf_posswap.schemes.layered import Layered, PerLayer, RNoPE
 from hf_posswap.schemes.learned import Learned
@@ -68,6 +69,8 @@ from hf_posswap.schemes.scaled import Linear, ScaledRotary
 from hf_posswap.schemes.self_extend import SelfExtend
 from hf_posswap.schemes.sinusoidal import Sinusoidal
 from hf_posswap.schemes.sinusoidal_2d import Sinusoidal2D
+from hf_posswap.schemes.ssmax import SSMax
+from hf_posswap.schemes.sum import Native, Sum, native
 from hf_posswap.schemes.t5_bias import T5Bias
 from hf_posswap.schemes.together import Together
 from hf_posswap.schemes.xpos import XPos
@@ -96,6 +99,7 @@ __all__ = [
     "LongRope",
     "Mechanism",
     "NTKByParts",
+    "Native",
     "NoPE",
     "PRope",
     "PerLayer",
@@ -107,18 +111,24 @@ __all__ = [
     "Rope2D",
     "RotaryMechanism",
     "RotaryScheme",
+    "SSMax",
     "ScaledRotary",
     "Scheme",
     "SelfExtend",
     "Sinusoidal",
     "Sinusoidal2D",
+    "Sum",
     "T5Bias",
     "TableScheme",
     "Together",
     "Traits",
     "XPos",
     "Yarn",
+    "bias",
     "make_scheme",
+    "native",
+    "query_scale",
+    "rotation",
     "scheme_class",
     "schemes_for",
 ]

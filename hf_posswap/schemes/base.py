@@ -29,7 +29,11 @@ Input = Literal["text", "images"]
 
 SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
 """Every scheme by its name; `Scheme.inputs` says which models each is for."""
+PARTS: Registry[type[Scheme]] = Registry("part", "hf_posswap.parts")
+"""What can only be a part of a sum, by name: `native`, `ssmax`."""
 
+_PLUS = re.compile(r"\s*\+\s*(?=[A-Za-z_])")
+"""Between the parts of a sum: "rope+alibi", "yarn:factor=4 + ssmax"; numbers such as 1e+5 have a digit after theirs."""
 _ROPE_TYPES = {name: name for name in ("linear", "dynamic", "yarn", "longrope", "llama3")} | {"default": "rope"}
 """Scheme for each `rope_type` of transformers."""
 _ROPE_FIELDS = {
@@ -95,6 +99,8 @@ class Scheme:
     kind: ClassVar[Kind]
     inputs: ClassVar[tuple[Input, ...]] = ("text",)
     """The inputs of the models that it is for."""
+    alone: ClassVar[bool] = True
+    """Whether it is a scheme by itself; False: it is a part of a sum only."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,6 +120,16 @@ class Scheme:
     def acts_inside(self) -> bool:
         """Whether the scheme acts inside attention."""
         return self.kind in ("rotary", "bias", "mixed")
+
+    @property
+    def only_inside(self) -> bool:
+        """Whether the scheme is nothing but a mechanism inside attention, the same in every layer, or none."""
+        return self.kind in ("rotary", "bias", "none")
+
+    @property
+    def keeps_native(self) -> bool:
+        """Whether the mechanism that the model has stays at work beside what the scheme adds."""
+        return False
 
     @property
     def exact_below(self) -> int | None:
@@ -183,15 +199,30 @@ class Scheme:
         """
         return SCHEMES.get("per_layer")(layers=layers, default=self)  # type: ignore[call-arg]
 
-    def __add__(self, other: Scheme) -> Scheme:
-        """Return a scheme that combines a position table with a scheme inside attention.
+    def __add__(self, other: Scheme | str | Mapping[Any, Any]) -> Scheme:
+        """Return a scheme with both at work: inside attention, or a position table and what is inside attention.
+
+        Raises:
+            SchemeError: they cannot be at work together: two tables, two rotations, a bias on split attention.
 
         Example:
-            >>> from hf_posswap.schemes import Learned, Rope
-            >>> (Learned() + Rope()).name
-            'together'
+            >>> from hf_posswap.schemes import Alibi, Learned, Rope
+            >>> (Learned() + Rope()).name, (Rope() + Alibi()).name
+            ('together', 'sum')
         """
-        return SCHEMES.get("together")(table=self, inside=other)  # type: ignore[call-arg]
+        first, second = self, make_scheme(other)
+        if second.table_part is not None and first.table_part is None:
+            first, second = second, first
+        if first.table_part is None:
+            return SCHEMES.get("sum")(parts=(first, second))  # type: ignore[call-arg]
+        if first.name == "together":
+            both = first.inside + second  # type: ignore[attr-defined]
+            return SCHEMES.get("together")(table=first.table_part, inside=both)  # type: ignore[call-arg]
+        return SCHEMES.get("together")(table=first, inside=second)  # type: ignore[call-arg]
+
+    def __radd__(self, other: str | Mapping[Any, Any]) -> Scheme:
+        """Return the sum of a scheme that is given by its name or dict, and this one."""
+        return make_scheme(other) + self
 
     def short_repr(self) -> str:
         """Return the repr of a dataclass or, if it is long, one with the beginnings of its numbers.
@@ -229,9 +260,10 @@ def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: Any) -> 
     """Return the scheme that `scheme` names, or `scheme` itself.
 
     Args:
-        scheme: an object, a registered name, alone or with fields ("yarn:factor=4,base=500000"), what `Scheme.to_dict`
-            gave, the `rope_parameters` of a transformers config, or a mapping of layers to schemes. Names are found
-            regardless of case, hyphens and underscores.
+        scheme: an object, a registered name, alone or with fields ("yarn:factor=4,base=500000"), a sum of such names
+            ("rope + alibi", "native + ssmax", where native is what the model has), what `Scheme.to_dict` gave, the
+            `rope_parameters` of a transformers config, or a mapping of layers to schemes. Names are found regardless of
+            case, hyphens and underscores.
         options: fields of the scheme, where `scheme` is a name.
 
     Raises:
@@ -257,12 +289,14 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if isinstance(scheme, dict):
         _refuse_deep(scheme)
         scheme, options = _from_dict(scheme, options)
+    if isinstance(scheme, str) and is_sum(scheme):
+        return _sum_of(_PLUS.split(scheme.strip()), options)
     if not isinstance(scheme, str):
         raise SchemeError(
             f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {brief_repr(scheme)}."
         )
     scheme = _registered(scheme)
-    if scheme not in SCHEMES:
+    if scheme not in SCHEMES and scheme not in PARTS:
         scheme, options = _from_text(scheme, options)
     cls = scheme_class(scheme)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -273,6 +307,19 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
     return cls(**options)
+
+
+def _sum_of(parts: list[str], options: dict[str, Any]) -> Scheme:
+    """Return the sum of the schemes that each of `parts` writes."""
+    if options:
+        raise OptionError(
+            f"options {sorted(options)} were given with the sum {' + '.join(parts)}: write them with their part, "
+            'as in "yarn:factor=4 + ssmax".'
+        )
+    first, *others = map(make_scheme, parts)
+    for other in others:
+        first = first + other
+    return first
 
 
 def _refuse_deep(scheme: dict[Any, Any]) -> None:
@@ -295,11 +342,21 @@ def scheme_class(name: str) -> type[Scheme]:
         >>> scheme_class("rope").kind
         'rotary'
     """
-    return SCHEMES.get(name)
+    return PARTS.get(name) if name in PARTS else SCHEMES.get(name)
+
+
+def known_schemes() -> dict[str, type[Scheme]]:
+    """Return every scheme by its name, those too that can only be a part of a sum.
+
+    Example:
+        >>> known_schemes().keys() - dict(SCHEMES.items()).keys() == {"native", "ssmax"}
+        True
+    """
+    return dict(sorted(SCHEMES.items() + PARTS.items()))
 
 
 def class_of_text(text: str) -> type[Scheme]:
-    """Return the scheme that `text` names as `make_scheme` reads it: in any spelling, alone or with fields.
+    """Return the scheme that `text` names as `make_scheme` reads it: in any spelling, alone, with fields, or a sum.
 
     Raises:
         UnknownNameError: as `scheme_class`.
@@ -308,7 +365,17 @@ def class_of_text(text: str) -> type[Scheme]:
         >>> class_of_text("YaRN:factor=4").name
         'yarn'
     """
-    return scheme_class(_registered(text).partition(":")[0])
+    return scheme_class("sum" if is_sum(text) else _registered(text).partition(":")[0])
+
+
+def is_sum(text: str) -> bool:
+    """Return whether `text` writes a sum of schemes.
+
+    Example:
+        >>> is_sum("native + ssmax"), is_sum("rope:base=1e+5")
+        (True, False)
+    """
+    return _PLUS.search(text) is not None
 
 
 def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
@@ -363,20 +430,20 @@ def _registered(text: str) -> str:
     if name in SCHEMES:
         return text
     plain = re.sub(r"[-_\s]", "", name).lower()
-    matches = [known for known in SCHEMES if known.replace("_", "").lower() == plain]
+    matches = [known for known in known_schemes() if known.replace("_", "").lower() == plain]
     return f"{matches[0]}{colon}{fields}" if len(matches) == 1 else text
 
 
 def _did_you_mean(scheme: dict[str, Any]) -> str:
     """Return a hint with the correct spelling of the scheme that a dict such as {"yarn": {"factor": 4}} means."""
     named = next((key for key in scheme if key in SCHEMES), None)
-    right = respelled(repr(scheme), dict(SCHEMES.items())) or named
+    right = respelled(repr(scheme), known_schemes()) or named
     return "" if right is None else f" Did you mean {right!r}?"
 
 
 def _from_text(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name in `text`, and its fields joined with `options`."""
-    parsed = scheme_and_fields(text, dict(SCHEMES.items()))
+    parsed = scheme_and_fields(text, known_schemes())
     if parsed is None:
         return text.partition(":")[0], options
     name, fields = parsed

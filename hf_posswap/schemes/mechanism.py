@@ -11,6 +11,11 @@ from hf_posswap.schemes.common.numbered import number
 from hf_posswap.schemes.common.piece import Keys, Piece
 
 
+def by_head(scale: Tensor) -> Tensor:
+    """Return what `Mechanism.scale` gave, [B or 1, Q] or [B or 1, H, Q], as [B or 1, H or 1, Q]."""
+    return scale[:, None] if scale.dim() == 2 else scale
+
+
 class Mechanism(nn.Module):
     """A scheme at work inside the attention of one model; its layers share one instance.
 
@@ -107,7 +112,7 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def scale(self, query_positions: Tensor) -> Tensor:
-        """Return what multiplies the queries at [B or 1, Q], [B or 1, Q], float32."""
+        """Return what multiplies the queries at [B or 1, Q]: [B or 1, Q] or, by head, [B or 1, H, Q]; float32."""
         raise NotImplementedError
 
     def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Any, window: int | None) -> None:

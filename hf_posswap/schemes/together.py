@@ -42,8 +42,14 @@ class Together(Scheme):
         table = make_scheme(self.table)
         if not isinstance(table, TableScheme):
             raise SchemeError(f"{self.name}: table must be a table scheme (learned, sinusoidal), got {table}.")
-        within = inside(self.name, "inside", self.inside)
-        if within.kind == "none":
+        within = make_scheme(self.inside)
+        if within.keeps_native:
+            raise SchemeError(
+                f"{self.name}: {table.name} would replace a table that native keeps: give {table.name} alone, or add "
+                "to native what acts inside attention (alibi, rope, ssmax)."
+            )
+        within = inside(self.name, "inside", within, part=True)
+        if not within.acts_inside:
             raise SchemeError(f"{self.name}: a table with {within} is only the table: use {table.name}.")
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "inside", within)

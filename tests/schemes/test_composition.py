@@ -26,10 +26,13 @@ from hf_posswap.schemes import (
     RNoPE,
     Rope,
     Sinusoidal,
+    SSMax,
+    Sum,
     Together,
     XPos,
     Yarn,
     make_scheme,
+    native,
 )
 from hf_posswap.schemes.rope import own_rope
 
@@ -102,7 +105,16 @@ def test_the_logit_scale_is_one_plus_c_ln_s(geometry: Geometries, pin: int | Non
         (lambda: RNoPE(layers=[1.5]), "rnope: a layer must be a whole number from 0 to 65536, got 1.5."),
         (lambda: Together(table="rope"), "together: table must be a table scheme (learned, sinusoidal), got rope."),
         (lambda: Learned() + NoPE(), "together: a table with nope is only the table: use learned."),
-        (lambda: Rope() + Rope(), "together: table must be a table scheme"),
+        (lambda: Rope() + Yarn(factor=2), "each rotate queries and keys"),
+        (lambda: Rope() + NoPE(), "sum: nope does nothing, so it adds nothing: leave it out."),
+        (lambda: Rope() + RNoPE(), "sum: rnope combines schemes by layer or by weight; make it of sums"),
+        (lambda: native() + native(), "sum: native stands for all that the model has, so give it once."),
+        (lambda: native() + Learned(), "together: learned would replace a table that native keeps"),
+        (lambda: Learned() + Sinusoidal(), "together: inside must be a scheme that acts inside attention"),
+        (lambda: Sum(parts="rope"), "sum: parts must be a list of schemes, got 'rope'."),
+        (lambda: Sum(parts=("rope",)), "sum: parts must be at least two schemes, got rope."),  # type: ignore[arg-type]
+        (lambda: Rope().per_layer({0: "ssmax"}), "layers[0] must be a scheme that acts inside attention"),
+        (lambda: SSMax(s=0.0), "ssmax: s must be"),
         (lambda: Blend(new=Blend()), "blend: new must be one scheme, not several in one, got blend("),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnknownNameError
-from hf_posswap.schemes import SCHEMES, Linear, Scheme, make_scheme, schemes_for
+from hf_posswap.schemes import SCHEMES, Linear, Scheme, SSMax, make_scheme, schemes_for
 from hf_posswap.utils.printable import brief_repr
 
 NAN, INF = float("nan"), float("inf")
@@ -43,6 +43,7 @@ NUMBERS: dict[str, tuple[str, list[float]]] = {
     "init_std": ("a finite number >= 0", [-0.1, 1e4]),
     "c": ("a finite number > 0", [0, -0.1, 1e7]),
     "slowdown": ("a finite number >= 1 and <= 1e+06", [0.5, -2.0, 1e7]),
+    "s": ("a finite number > 0 and <= 1e+06", [0, -0.5, 1e7]),
     "threshold": ("a finite number > 0", [0, -512.0, 1e10]),
 }
 WHOLES: dict[str, tuple[int, int]] = {
@@ -70,10 +71,14 @@ CHOICES: dict[str, list[str]] = {
 FLAGS = ["truncate", "log_scaling"]
 TABLES = ["start"]
 """Lists of lists of numbers: see the test of their scheme."""
-NESTED = ["layers", "default", "rotary", "table", "inside", "new"]
+NESTED = ["layers", "default", "rotary", "table", "inside", "new", "parts"]
 """Those that hold schemes or layers: see test_composition.py."""
 
-FIELDS = [(name, field.name) for name, cls in schemes_for("text").items() for field in dataclasses.fields(cls)]
+FIELDS = [
+    (name, field.name)
+    for name, cls in {**schemes_for("text"), "ssmax": SSMax}.items()
+    for field in dataclasses.fields(cls)
+]
 
 
 def refuse(name: str, **options: Any) -> str:

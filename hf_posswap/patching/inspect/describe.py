@@ -33,7 +33,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.patching.sites.attention.native import native_scheme
-from hf_posswap.schemes.base import SCHEMES, class_of_text, schemes_for
+from hf_posswap.schemes.base import SCHEMES, class_of_text, is_sum, schemes_for
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.auto_classes import auto_config
 from hf_posswap.utils.format import said_by
@@ -384,7 +384,7 @@ def model_class_of(config: Any) -> Any:
 
 def stand_ins(scheme: SchemeChoice, geometry: Geometry) -> dict[str, Any]:
     """Return example options for a scheme given by name, without fields that follow the name; none for an object."""
-    if not isinstance(scheme, str):
+    if not isinstance(scheme, str) or is_sum(scheme):
         return {}
     cls, fields = class_of_text(scheme), scheme.partition(":")[2]
     given = read_fields(cls.name, cls, fields) if fields else {}

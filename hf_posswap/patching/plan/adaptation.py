@@ -18,8 +18,11 @@ from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.rope import Rope, RotaryScheme
+from hf_posswap.schemes.sum import Sum
+from hf_posswap.schemes.together import Together
 
 _ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
+_ADDED = "fine-tuning: the mechanism that the weights know stays, and what is added is new to them"
 _OPTIONAL = "optional: usable untrained, better after a few hundred steps at the new length"
 _FIRST, _SPREAD = 64, 192  # positions at which two biases are compared: the first ones, and more spread over the window
 
@@ -28,8 +31,8 @@ def adaptation_of(context: SwapContext) -> str:
     """Describe the training that the weights of a stack need under the scheme of `context`."""
     scheme, stack, length = context.scheme, context.stack, context.length
     geometry, native_kind = stack.geometry, "rotary" if stack.rotary else "table"
-    if isinstance(scheme, Blend):
-        return "as the weight moves: none at 0, where it is the old mechanism"
+    if isinstance(scheme, Blend) or _keeps(context):
+        return _ADDED if _keeps(context) else "as the weight moves: none at 0, where it is the old mechanism"
     if stack.inside is not None:
         native = native_scheme(stack.inside, geometry)
         native_kind, alone = native.kind, stack.table is None and len(rows_of(context)) < 2
@@ -48,6 +51,17 @@ def adaptation_of(context: SwapContext) -> str:
     if type(scheme) is Rope and scheme.base == geometry.base and length <= geometry.original_length:
         return "none within the original window: the same mechanism"
     return _OPTIONAL
+
+
+def _keeps(context: SwapContext) -> bool:
+    """Return whether the scheme adds to the mechanism that the model has."""
+    scheme, stack = context.scheme, context.stack
+    if isinstance(scheme, Together):
+        learned = isinstance(scheme.table, Learned) and scheme.table.extend != "reinit"
+        return learned and context.length == stack.geometry.original_length
+    if isinstance(scheme, Sum) and stack.inside is not None:
+        return stack.table is None and native_scheme(stack.inside, stack.geometry) in scheme.parts
+    return scheme.keeps_native
 
 
 def _of_native_bias(context: SwapContext, native: Scheme) -> str | None:

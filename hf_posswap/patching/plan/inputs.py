@@ -8,11 +8,52 @@ from typing import Any
 
 from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.sites import Stack
+from hf_posswap.patching.sites.attention.native import native_scheme
 from hf_posswap.schemes.base import Scheme, schemes_for
+from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.nope import NoPE
+from hf_posswap.schemes.sum import Sum
 
 _DOES = {"text": "reads text", "images": "sees images"}
 _FOR_TEXT = "rope, alibi, sinusoidal, learned"
+
+
+def with_native(model: Any, stack: Stack, scheme: Scheme) -> Scheme:
+    """Return `scheme` with what a model of this `stack` has in the place of `native`; a rotation stays `native`.
+
+    Raises:
+        SchemeError: the scheme is only a part of one.
+        UnsupportedSwapError: what the model has cannot be a part of a sum.
+    """
+    if not scheme.alone:
+        adding = (
+            "one to it, as in native + alibi" if scheme.keeps_native else f"it to one, as in native + {scheme.name}"
+        )
+        raise SchemeError(
+            f"{scheme.name} ({scheme.summary}) is no scheme by itself. Add {adding} (in Python, native() + ...)."
+        )
+    if not scheme.keeps_native:
+        return scheme
+    assert isinstance(scheme, Sum)
+    if stack.inputs == "images":
+        raise UnsupportedSwapError(
+            f"{type(model).__name__} sees images, and native stands for what a model that reads text has. What works: "
+            f"{', '.join(schemes_for('images'))}."
+        )
+    if stack.table is not None and (stack.rotary or stack.inside is not None):
+        raise UnsupportedSwapError(
+            f"{type(model).__name__} has positions both in a table and inside attention, so which of them native would "
+            "keep is not clear. What works: a sum that names its parts, as rope + alibi."
+        )
+    if stack.rotary and stack.inside is None:
+        return scheme
+    if stack.inside is not None:
+        return scheme.with_native(native_scheme(stack.inside, stack.geometry))
+    if stack.table is None:
+        raise UnsupportedSwapError(
+            f"{type(model).__name__} has no position mechanism that native could keep. What works: the other parts."
+        )
+    return scheme.with_native(Learned())
 
 
 def refuse_other_input(model: Any, stack: Stack, scheme: Scheme) -> None:

@@ -15,7 +15,13 @@ from hf_posswap.patching.edits.context import PlanDraft, RelativeChoice, SiteCho
 from hf_posswap.patching.edits.offload import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.adaptation import adaptation_of
-from hf_posswap.patching.plan.inputs import refuse_length, refuse_no_table, refuse_other_input, refuse_two_sided
+from hf_posswap.patching.plan.inputs import (
+    refuse_length,
+    refuse_no_table,
+    refuse_other_input,
+    refuse_two_sided,
+    with_native,
+)
 from hf_posswap.patching.plan.length_state import plan_length_state
 from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.preconditions import refuse_missed, refuse_wrapped_parts, what_instead
@@ -144,6 +150,7 @@ def check_max_length(max_length: int | None) -> None:
 
 def _resolved(model: Any, sites: Sites, chosen: dict[str, Scheme], max_length: int | None) -> dict[str, Scheme]:
     """Return the schemes with their open parameters filled in, or refuse those that do not suit their stacks."""
+    chosen = {name: with_native(model, sites.stack(name), scheme) for name, scheme in chosen.items()}
     for name, scheme in chosen.items():
         refuse_other_input(model, sites.stack(name), scheme)
         refuse_two_sided(model, sites.stack(name), scheme)
@@ -299,6 +306,8 @@ def _counts(context: SwapContext) -> bool:
     """Return whether the model itself counts positions after the swap: for a table, or if no scheme acts inside."""
     if isinstance(context.scheme, Blend):
         return context.stack.table is not None
+    if context.scheme.keeps_native:
+        return True
     return context.scheme.table_part is not None or not context.scheme.acts_inside
 
 

@@ -30,6 +30,8 @@ def is_kept(model: Any, swap: AppliedSwap, stack: Stack) -> bool:
         return False
     if isinstance(scheme, Blend) and scheme.weight == 0:
         return True
+    if scheme.keeps_native:
+        return False  # what is added to it changes it
     first = next(edit for edit in plan.edits if edit.stack == stack.name)
     if isinstance(first, ReplaceTable) and not scheme.acts_inside:
         before = swap.saved_of(ReplaceTable, first.path)["weight"]

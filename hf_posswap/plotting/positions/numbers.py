@@ -17,9 +17,9 @@ from torch import Tensor
 from hf_posswap.errors import OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
-from hf_posswap.schemes import Learned, Scheme, TableScheme
-from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme
+from hf_posswap.schemes import Learned, Scheme, Sum, TableScheme
+from hf_posswap.schemes.mechanism import Mechanism, by_head
+from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme, own_rope
 from hf_posswap.utils.threads import PROCESS
 
 _SPREAD = 0.02
@@ -117,7 +117,30 @@ def shown(
     if "text" not in scheme.inputs:
         raise OptionError(f"{scheme.name} is for images, but these pictures show positions in a text.")
     length = round(geometry.original_length * factor)
-    return Shown(name or scheme.name, scheme.resolve(geometry, length), geometry, length, old)
+    whole = _with_native(scheme, geometry, old)
+    return Shown(
+        name or (str(scheme) if isinstance(scheme, Sum) else scheme.name),
+        whole.resolve(geometry, length),
+        geometry,
+        length,
+        old,
+    )
+
+
+def _with_native(scheme: Scheme, geometry: Geometry, old: Tensor | None) -> Scheme:
+    """Return `scheme` with the rotation or the table of a model in the place of `native`."""
+    if not scheme.alone:
+        raise OptionError(
+            f"{scheme.name} is no scheme by itself, only a part of one: draw a sum, as rope + {scheme.name}."
+        )
+    if not isinstance(scheme, Sum) or not scheme.keeps_native:
+        return scheme
+    if geometry.base is None and old is None:
+        raise OptionError(
+            f"{scheme}: native stands for the rotation or the position table of a model, and none is given here: give "
+            "one (--model), or name what it stands for, as in rope + alibi."
+        )
+    return scheme.with_native(Learned() if geometry.base is None else own_rope(scheme.name, geometry))
 
 
 def wavelengths(subject: Shown) -> Tensor:
@@ -191,7 +214,7 @@ def _raw_scores(subject: Shown, queries: Tensor, keys: Tensor, query: Tensor, ke
         return query @ key.mT * size
     length = torch.full((1, 1, 1, 1), subject.length)
     if mechanism.scales:
-        query = query * mechanism.scale(queries)[:, None, :, None]
+        query = query * by_head(mechanism.scale(queries))[..., None]
     if mechanism.rotates:
         key = mechanism.rotate_key(key, mechanism.prepare(keys, length))
         query = mechanism.rotate_query(query, mechanism.prepare(queries, length))

@@ -14,7 +14,7 @@ from hf_posswap.errors import DataError, OptionError, UnknownNameError
 from hf_posswap.geometry import Geometry
 from hf_posswap.plotting.positions import lines, maps
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
-from hf_posswap.schemes import Learned, Scheme, make_scheme
+from hf_posswap.schemes import Learned, Scheme, Sum, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.atomic_io import writable_folder
@@ -265,7 +265,12 @@ def _subjects(schemes: Sequence[SchemeLike], shape: Geometry, factor: float, old
 
 
 def _label(scheme: Scheme, alike: Sequence[Scheme]) -> str:
-    """Return the name of `scheme` with its values of the fields that differ among `alike`, all of the same name."""
+    """Return the name of `scheme` with its values of the fields that differ among `alike`, all of the same name.
+
+    A sum is labelled by its parts.
+    """
+    if isinstance(scheme, Sum):
+        return str(scheme)
     differing = [
         f"{field.name}={getattr(scheme, field.name)}"
         for field in dataclasses.fields(scheme)

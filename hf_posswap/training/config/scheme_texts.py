@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_posswap.errors import OptionError
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes.base import known_schemes
 from hf_posswap.utils.scheme_text import scheme_and_fields
 
 JSON = ".json"
@@ -36,7 +36,7 @@ def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(scheme, str):
         return {} if scheme is None else scheme
     try:
-        parsed = scheme_and_fields(scheme, dict(SCHEMES.items()))
+        parsed = scheme_and_fields(scheme, known_schemes())
     except OptionError:
         parsed = None
     return {"name": scheme} if parsed is None else {"name": parsed[0], **parsed[1]}

@@ -25,6 +25,7 @@ SWAPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sinusoidal table": ("gpt2", "sinusoidal", {"max_length": 64}),
     "rope for a table": ("gpt2", "rope", {"max_length": 64}),
     "two at work together": ("gpt2", {"name": "together", "table": "learned", "inside": "rope"}, {}),
+    "added to the rotation": ("llama", "native + alibi", {}),
     "blend": ("gpt2", "blend", {"new": "alibi", "weight": 0.5}),
     "blend of tables": ("gpt2", "blend", {"new": "sinusoidal", "weight": 0.5}),
     "native rope": ("llama", "yarn", {"factor": 2.0}),

@@ -14,7 +14,7 @@ from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.patching.sites.attention.request import Layout, Request, lay_out, seen_segments
 from hf_posswap.schemes.common.piece import Keys, Piece
-from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism, by_head
 
 CALL_ARGUMENT = "posswap"
 
@@ -102,8 +102,8 @@ class AttentionCall:
         """Return `query` [B, H, Q, D] times the scheme's factor of each position."""
         if not self.mechanism.scales:
             return query
-        factor = self._shared("scale", lambda: self.mechanism.scale(self.span.query))  # [B or 1, Q]
-        return (query * factor[:, None, :, None]).to(query.dtype)
+        factor = self._shared("scale", lambda: by_head(self.mechanism.scale(self.span.query)))
+        return (query * factor[..., None]).to(query.dtype)
 
     def request(
         self,

@@ -12,11 +12,13 @@ from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.sites.attention.compatibility import refuse_inside, refuse_without_effect
 from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttention
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, CopyRows, RemoveRows
-from hf_posswap.patching.sites.attention.native import interface_edits, is_native, rows_of
+from hf_posswap.patching.sites.attention.native import interface_edits, is_native, native_scheme, rows_of
 from hf_posswap.patching.sites.attention.patch_coordinates import PassCoordinates, PatchImageAttention
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common.piece import pair_outside
+from hf_posswap.schemes.common.trial import refuse_wrong_results
 from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.sum import Sum
 
 
 def plan_attention(context: SwapContext) -> PlanDraft:
@@ -56,6 +58,8 @@ def plan_longer_masks(context: SwapContext, planned: list[Edit]) -> PlanDraft:
 def _mechanism(context: SwapContext) -> PlanDraft:
     stack, scheme = context.stack, context.scheme
     mechanism, rows, layers = scheme.mechanism(context.geometry), rows_of(context), _layers(context)
+    if stack.inputs == "text":
+        refuse_wrong_results(scheme, context.geometry)
     _refuse_gaps(context, mechanism)
     refuse_inside(context.model, context.sites, stack, scheme, mechanism)
     refuse_without_effect(context.model, stack, scheme, [layer for layer, _ in layers])
@@ -75,21 +79,33 @@ def _mechanism(context: SwapContext) -> PlanDraft:
         padding_id=stack.padding_id,
     )
     edits: list[Edit] = [add, *_coordinates(context), *_patched(context, path, mechanism, layers)]
-    if is_native(context) and scheme.name == "t5" and len(rows) == 1:
-        after = f"the rows of {rows[0]}"
+    learned = _native_table(context, path)
+    if learned is not None and len(rows) == 1:
         edits.append(
             CopyRows(
                 site="attention",
-                path=f"{path}.table",
+                path=f"{learned}.table",
                 before="zeros",
-                after=after,
+                after=f"the rows of {rows[0]}",
                 stack=stack.name,
                 source=rows[0],
-                carried=path,
+                carried=learned,
             )
         )
     added = {f"{path}.{name}": parameter.numel() for name, parameter in mechanism.named_parameters()}
     return PlanDraft(edits=edits, added=added)
+
+
+def _native_table(context: SwapContext, path: str) -> str | None:
+    """Return the path of the mechanism, at `path` or below, that is the native learned bias; None: there is none."""
+    if context.stack.inside is None or context.stack.inside["name"] != "t5":
+        return None
+    if is_native(context):
+        return path
+    native = native_scheme(context.stack.inside, context.geometry)
+    if isinstance(context.scheme, Sum) and native in context.scheme.parts:
+        return f"{path}.parts.{context.scheme.added.index(native)}"
+    return None
 
 
 def _refuse_gaps(context: SwapContext, mechanism: Mechanism) -> None:

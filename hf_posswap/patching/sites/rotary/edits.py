@@ -120,3 +120,39 @@ class NeutraliseRotary(Edit):
     @property
     def touches(self) -> tuple[str, ...]:
         return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepRotary(Edit):
+    """Keeps a rotary module at work while the model's config is marked for stock transformers to refuse.
+
+    Attributes:
+        part: path of the sub-config that the module reads: it gets a copy, from before the mark.
+        follows_length: whether its angles follow the length of the input.
+    """
+
+    part: str
+    follows_length: bool
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        rotary = model.get_submodule(self.path)
+        saved["config"] = rotary.config
+        rotary.config = copy.deepcopy(config_at(model.config, self.part))
+        if self.follows_length:
+            refuse_continuous_batching(model, ONE_LENGTH)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        if "config" in saved:
+            model.get_submodule(self.path).config = saved["config"]
+        allow_continuous_batching(model)
+
+    def check(self, model: Any) -> str | None:
+        gone = isinstance(model.get_submodule(self.path), NeutralRotary)
+        return "the native rotation is gone" if gone else None
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()

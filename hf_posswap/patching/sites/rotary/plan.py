@@ -7,7 +7,7 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_compatibility import POSITIONS_ELSEWHERE
 from hf_posswap.patching.edits.context import PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import setting_edits
-from hf_posswap.patching.sites.rotary.edits import NeutraliseRotary, RebuildRotary
+from hf_posswap.patching.sites.rotary.edits import KeepRotary, NeutraliseRotary, RebuildRotary
 from hf_posswap.patching.sites.rotary.native_config import refused_values
 from hf_posswap.patching.sites.rotary.native_swap import NativeSwap, kept_layers, native_swap
 from hf_posswap.schemes.blend import Blend
@@ -24,6 +24,8 @@ def plan_rotary(context: SwapContext) -> PlanDraft:
         return PlanDraft()
     if not context.scheme.acts_inside:
         _refuse_positions_elsewhere(context)
+    if context.scheme.keeps_native:
+        return _keep(context)
     if isinstance(context.scheme, Blend) or context.site == "attention":
         return _neutralise(context)
     native = native_swap(context.model, stack, context.scheme, context.length)
@@ -83,6 +85,25 @@ def _neutralise(context: SwapContext) -> PlanDraft:
     ]
     values = refused_values(context.model, stack, types)
     return PlanDraft(edits=[*edits], values=values, notes=list(kept_layers(stack, types)), plugin=True)
+
+
+def _keep(context: SwapContext) -> PlanDraft:
+    """Keep the rotation beside what the scheme adds, and mark the config so that stock transformers refuses it."""
+    stack = context.stack
+    edits = [
+        KeepRotary(
+            site="rotary",
+            path=path,
+            before=_before(context),
+            after="the same",
+            stack=stack.name,
+            part=stack.config,
+            follows_length=context.geometry.frequencies is None,
+        )
+        for path in stack.rotary
+    ]
+    values = refused_values(context.model, stack, stack.rope_layer_types)
+    return PlanDraft(edits=[*edits], values=values, plugin=True)
 
 
 def _before(context: SwapContext) -> str:

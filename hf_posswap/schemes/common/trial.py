@@ -1,0 +1,138 @@
+"""A trial of a scheme inside attention: every part is called once, and its shapes, dtypes and claims are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posswap.compat.torch_fake import without_fake_mode
+from hf_posswap.errors import PosswapError, SchemeError
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.mechanism import Mechanism
+
+_QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
+"""Positions of two rows; one query sees a key that comes later, as a mask may show it."""
+
+
+def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
+    """Call each part of a resolved scheme as attention would, on two short rows, and check what it returns.
+
+    Args:
+        scheme: resolved; it acts inside attention.
+        geometry: of the model.
+
+    Raises:
+        SchemeError: a part raises, or returns a tensor of another shape or dtype than attention needs, a value that is
+            no number, or numbers that its other flags contradict; or its parameters get no gradient.
+    """
+    with (
+        without_fake_mode(),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(0)
+        for part in scheme.mechanism(geometry).modules():
+            if isinstance(part, Mechanism):
+                _Trial(scheme, part, geometry).run()
+
+
+class _Trial:
+    """The trial of one mechanism: B = 2 rows of Q = 3 queries and K = 4 keys."""
+
+    def __init__(self, scheme: Scheme, mechanism: Mechanism, geometry: Geometry) -> None:
+        self.scheme, self.mechanism, self.geometry = scheme, mechanism, geometry
+        self.queries, self.keys = torch.tensor(_QUERIES), torch.tensor(_KEYS)
+
+    def run(self) -> None:
+        """Check every part that the mechanism's flags announce."""
+        outputs: list[Tensor] = []
+        if self.mechanism.rotates:
+            outputs += self._rotations()
+        if self.mechanism.splits:
+            self._called("pieces", self.queries, self.keys)
+        if self.mechanism.scales:
+            outputs += self._scales()
+        if self.mechanism.biases:
+            outputs += self._biases()
+        learned = [parameter for parameter in self.mechanism.parameters() if parameter.requires_grad]
+        if learned and outputs and not any(output.requires_grad for output in outputs):
+            raise self._wrong("its parameters", "get no gradient", "results that are computed from them")
+
+    def _rotations(self) -> Iterator[Tensor]:
+        g, size = self.geometry, self.mechanism.head_dim
+        if size != g.head_dim:
+            raise self._wrong("head_dim", f"is {size}", f"the width of a head, {g.head_dim}")
+        lengths = self.queries.amax(dim=1).add(1)[:, None, None, None]
+        for dtype in (torch.float32, torch.bfloat16):
+            for positions, length in ((self.queries, lengths), (self.queries[:1], lengths[:1])):
+                query, key = (torch.randn(2, heads, 3, size).to(dtype) for heads in (g.num_heads, g.num_kv_heads))
+                made = self._called("prepare", positions, length)
+                turned = self._called("rotate_query", query, made)
+                self._check("rotate_query", turned, [query.shape], dtype)
+                yield turned
+                turned = self._called("rotate_key", key, made)
+                width = size * self.mechanism.keys_per_token
+                self._check("rotate_key", turned, [(2, g.num_kv_heads, 3, width)], dtype)
+                yield turned
+
+    def _scales(self) -> Iterator[Tensor]:
+        for positions in (self.queries, self.queries[:1]):
+            scale = self._called("scale", positions)
+            rows = sorted({1, len(positions)})
+            by_head = [(n, heads, 3) for n in rows for heads in (1, self.geometry.num_heads)]
+            self._check("scale", scale, [*((n, 3) for n in rows), *by_head])
+            yield scale
+
+    def _biases(self) -> Iterator[Tensor]:
+        heads = self.geometry.num_heads
+        for queries, keys in ((self.queries, self.keys), (self.queries[:1], self.keys[:1])):
+            bias = self._called("bias", queries, keys)
+            self._check("bias", bias, [(n, heads, 3, 4) for n in sorted({1, len(queries)})])
+            yield bias
+            distances = queries[:, :, None] - keys[:, None]  # [B or 1, Q, K]
+            if self.mechanism.distance_only:
+                row = self._called("distance_bias", distances.flatten())
+                self._check("distance_bias", row, [(heads, distances.numel())])
+                by_distance = row.view(heads, *distances.shape).transpose(0, 1)
+                self._agree("distance_bias", by_distance, bias, "bias of the same distances")
+            slopes = self.mechanism.slopes
+            if slopes is not None:
+                self._check("slopes", slopes, [(heads,)])
+                straight = -slopes[:, None, None] * distances[:, None].abs()
+                self._agree("slopes", straight, bias, "bias, -slope |distance|")
+
+    def _called(self, part: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.mechanism, part)(*arguments)
+        except PosswapError:
+            raise
+        except Exception as error:  # arbitrary code of a scheme
+            raise self._wrong(part, f"raises {type(error).__name__}: {error}", "a result") from error
+
+    def _check(self, part: str, value: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
+        if not isinstance(value, Tensor):
+            raise self._wrong(part, f"gives a {type(value).__name__}", "a tensor")
+        if tuple(value.shape) not in shapes:
+            given = " or ".join(str(list(shape)) for shape in shapes)
+            raise self._wrong(part, f"gives {list(value.shape)}", f"{given}, for B=2 rows, Q=3 queries, K=4 keys")
+        if value.dtype != dtype:
+            raise self._wrong(part, f"gives {value.dtype}", f"{dtype}, the dtype that it is added or attended in")
+        if bool(value.isnan().any()):
+            raise self._wrong(part, "gives values that are no numbers (nan)", "numbers")
+
+    def _agree(self, part: str, value: Tensor, bias: Tensor, what: str) -> None:
+        if not torch.allclose(value.float(), bias.float(), rtol=1e-4, atol=1e-5):
+            differ = float((value - bias).abs().max())
+            raise self._wrong(part, f"differs from `bias` by {differ:.3g}", f"the {what}")
+
+    def _wrong(self, part: str, found: str, expected: str) -> SchemeError:
+        return SchemeError(
+            f"{self.scheme.name}: {part} of {type(self.mechanism).__name__} {found}, expected {expected}. "
+            "See hf_posswap.schemes.mechanism.Mechanism for what each part returns."
+        )

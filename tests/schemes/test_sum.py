@@ -1,0 +1,338 @@
+"""Parts at work together: what a model has and more, against stock models with the same bias or scale by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
+from transformers.masking_utils import eager_mask
+
+import hf_posswap
+from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
+from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.locating import locate
+from hf_posswap.patching.record.record import native_config
+from hf_posswap.plotting.positions.numbers import scores_by_distance, shown
+from hf_posswap.schemes import Alibi, Kerple, Learned, Mechanism, Native, Rope, Scheme, SSMax, Sum, make_scheme, native
+from hf_posswap.schemes.base import Kind
+from hf_posswap.testing.tiny import tiny_model
+from tests.checkpoints import fresh
+from tests.checkpoints.test_refusals import check_roads
+from tests.contract import light
+from tests.contract.models import build
+from tests.contract.pairs import words
+from tests.stock import with_cache
+
+LENGTH, AT = 24, torch.arange(40)
+KEEPING = (
+    *("LlamaForCausalLM", "Gemma3ForCausalLM", "GPTJForCausalLM", "GPTNeoXForCausalLM", "PhiForCausalLM"),
+    *("CohereForCausalLM", "Qwen2MoeForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM", "BertForMaskedLM"),
+    *("T5ForConditionalGeneration", "BloomForCausalLM", "MptForCausalLM", "BartForConditionalGeneration"),
+)
+"""Models of every kind of native mechanism: rotations of all layouts, tables, biases inside attention."""
+
+
+def logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids[:, :12]
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+def heads_of(model: Any) -> int:
+    config = model.config
+    names = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
+    return next(getattr(config, name) for name in names if hasattr(config, name))
+
+
+def alibi_mask(heads: int, length: int) -> Tensor:
+    """Return ALiBi's bias with the causal mask in it, [1, H, Q, K], from the paper's formula."""
+    slopes = [2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)]
+    mask = torch.full((1, heads, length, length), torch.finfo(torch.float32).min)
+    for h in range(heads):
+        for i in range(length):
+            for j in range(i + 1):
+                mask[0, h, i, j] = -slopes[h] * (i - j)
+    return mask
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_adding_a_bias_of_zeros_to_what_a_model_has_changes_nothing(name: str) -> None:
+    ids = words(2, LENGTH)
+    model = light.built(name).eval()
+    before, state = logits(model, ids), {key: value.clone() for key, value in model.state_dict().items()}
+    patch_model(model, native() + Alibi(slopes=[0.0] * heads_of(model)))
+    assert torch.allclose(logits(model, ids), before, atol=2e-5 * float(before.abs().max()))
+    unpatch_model(model)
+    assert torch.equal(logits(model, ids), before)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [("llama", None), ("gpt2", None), ("llama", "yarn:factor=2"), ("gpt2", "rope")],
+    ids=lambda value: str(value),
+)
+def test_a_bias_beside_a_rotation_or_a_table_is_the_bias_in_the_mask_of_the_model_without_it(
+    name: str, has: str | None
+) -> None:
+    ids, without, model = words(2, LENGTH), build(name), build(name)
+    if has is not None:
+        patch_model(without, has)
+    patch_model(model, f"{has or 'native'} + alibi")
+    expected = logits(without, ids, attention_mask=alibi_mask(heads_of(model), LENGTH).expand(2, -1, -1, -1))
+    got = logits(model, ids)
+    assert torch.allclose(got, expected, atol=1e-4), (got - expected).abs().max()
+    assert (got - logits(without, ids)).abs().max() > 0.1
+    assert verify_swap(model)
+
+
+def scaled_by_hand(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attend with scores times s_h ln n, n counted off one query at a time."""
+    scales, (rows, heads, length, _) = SCALES, query.shape
+    groups = heads // key.shape[1]
+    scores = torch.empty(rows, heads, length, key.shape[2])
+    for head in range(heads):
+        for i in range(length):
+            n = key.shape[2] - length + i + 1
+            products = key[:, head // groups] @ query[:, head, i, :, None]
+            scores[:, head, i] = products[..., 0] * scaling * float(scales[head]) * math.log(n)
+    assert mask is not None
+    weights = (scores + mask[:, :, :, : key.shape[2]]).softmax(dim=-1)
+    return (weights @ value.repeat_interleave(groups, dim=1)).transpose(1, 2), None
+
+
+SCALES = torch.tensor([0.2, 0.35, 0.5, 0.8])
+
+
+@pytest.fixture
+def by_hand() -> str:
+    AttentionInterface.register("scaled_by_hand", scaled_by_hand)
+    AttentionMaskInterface.register("scaled_by_hand", eager_mask)
+    return "scaled_by_hand"
+
+
+def with_scales(model: Any, scales: Tensor) -> None:
+    parts = [module for module in model.modules() if type(module).__name__ == "SSMaxMechanism"]
+    assert parts
+    for part in parts:
+        part.s.data.copy_(scales)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_ssmax_multiplies_the_scores_of_each_head_by_s_ln_n(name: str, by_hand: str) -> None:
+    ids, stock, model = words(2, LENGTH), build(name), build(name)
+    assert heads_of(model) == len(SCALES)
+    stock.set_attn_implementation(by_hand)
+    with_scales(patch_model(model, native() + SSMax()), SCALES)
+    got, expected = logits(model, ids), logits(stock, ids)
+    assert torch.allclose(got, expected, atol=1e-4), (got - expected).abs().max()
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :9], **with_cache(model, cache))
+    rest = model(ids[:, 9:], **with_cache(model, cache)).logits
+    assert torch.allclose(rest, expected[:, 9:], atol=1e-4)
+
+
+def test_ssmax_begins_with_a_mean_scale_of_one_over_the_window_and_learns() -> None:
+    model = build("llama")
+    window = model.config.max_position_embeddings
+    patch_model(model, "native + ssmax")
+    (part,) = [module for module in model.modules() if type(module).__name__ == "SSMaxMechanism"]
+    scales = part.scale(torch.arange(window)[None])
+    assert scales.shape == (1, heads_of(model), window)
+    assert torch.allclose(scales.mean(dim=-1), torch.ones(1), atol=1e-5)
+    model(words(2, LENGTH), labels=words(2, LENGTH)).loss.backward()
+    assert part.s.grad is not None
+    assert part.s.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("scheme", ["native + alibi", "rope + alibi", "native + ssmax", "rope + kerple + ssmax"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padding_caches_and_checkpoints_give_the_same_numbers(name: str, scheme: str, tmp_path: Path) -> None:
+    ids, model = words(2, LENGTH), build(name)
+    patch_model(model, scheme)
+    expected = logits(model, ids)
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    got = logits(model, padded, attention_mask=mask, position_ids=positions)[:, 5:]
+    assert torch.allclose(got, expected, atol=1e-4)
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+    hf_posswap.save(model, tmp_path)
+    loaded = hf_posswap.load(tmp_path).eval()
+    assert torch.equal(logits(loaded, ids), expected)
+    assert swap_plan(loaded).scheme == swap_plan(model).scheme
+    assert torch.equal(logits(copy.deepcopy(model), ids), expected)
+
+
+@pytest.mark.slow
+def test_no_road_of_stock_classes_leads_to_the_model_without_what_was_added(tmp_path: Path) -> None:
+    cases = [
+        ("llama", "native + ssmax"),
+        ("llama", "native + alibi"),
+        ("gpt2", "native + alibi"),
+        ("bert", "native + rope"),
+    ]
+    for number, (name, scheme) in enumerate(cases):
+        model, folder = patch_model(build(name), scheme), tmp_path / f"{number} {name}"
+        model.save_pretrained(folder)
+        native_config(model.config).save_pretrained(folder / "native")
+    assert check_roads(tmp_path) == len(cases)
+
+
+@pytest.mark.slow
+def test_a_sum_loads_by_its_own_code_where_the_package_is_missing(tmp_path: Path) -> None:
+    for name, scheme in (("llama", "native + ssmax"), ("gpt2", "rope + alibi")):
+        fresh.store(patch_model(build(name), scheme), tmp_path / name, words(2, LENGTH))
+    found = fresh.load_all(tmp_path, "remote")
+    found.pop("side by side")
+    assert found.keys() == {"llama", "gpt2"}
+    assert all(difference == 0 for found_in in found.values() for difference in found_in.values()), found
+
+
+def test_stock_transformers_refuses_what_keeps_the_rotation(tmp_path: Path) -> None:
+    model = patch_model(build("llama"), "native + alibi")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"pip install hf-posswap"):
+        type(build("llama")).from_pretrained(tmp_path)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), type(model))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rope+alibi", Rope() + Alibi()),
+        ("native + ssmax:s=0.5", native() + SSMax(s=0.5)),
+        ("yarn:factor=4+ssmax", Sum(parts=(make_scheme("yarn", factor=4), SSMax()))),
+        ("rope:base=1e+5 + kerple", Rope(base=1e5) + Kerple()),
+        ("learned + rope + alibi", Learned() + (Rope() + Alibi())),
+        ("alibi + learned", Learned() + Alibi()),
+    ],
+)
+def test_a_sum_is_written_with_plus_signs_and_comes_back_from_its_dict(text: str, expected: Scheme) -> None:
+    scheme = make_scheme(text)
+    assert scheme == expected
+    assert make_scheme(scheme.to_dict()) == scheme
+    assert "alibi" + Rope() == Alibi() + Rope()
+    assert Rope() + {"name": "alibi"} == Rope() + Alibi()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "says"),
+    [
+        ("llama", "native", "native .* is no scheme by itself. Add one to it, as in native \\+ alibi"),
+        ("llama", "ssmax", "ssmax .* is no scheme by itself. Add it to one, as in native \\+ ssmax"),
+        ("llama", "native + rope", r"native \(rope, theta 10000\) and rope\(.*\) each rotate queries and keys"),
+        (
+            "llama",
+            "self_extend:window=8,group=2 + alibi",
+            "region by region, which takes no bias, so alibi cannot be added",
+        ),
+        ("llama", "ssmax + ssmax", "only scale queries, so there would be no positions"),
+        ("bert", "rope + ssmax", "needs a causal model"),
+    ],
+)
+def test_what_cannot_be_at_work_together_is_refused_before_anything_is_touched(
+    name: str, scheme: str, says: str
+) -> None:
+    model = build(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(PosswapError, match=says):
+        patch_model(model, scheme)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not hasattr(model, "_posswap")
+
+
+def test_native_is_found_out_and_refused_where_there_is_nothing_to_keep() -> None:
+    plan = swap_plan(patch_model(build("llama"), native() + "alibi"))
+    assert isinstance(plan.scheme, Sum)
+    assert plan.scheme.native == Native(of="rotary")
+    plan = swap_plan(patch_model(tiny_model("BloomForCausalLM"), native() + SSMax(s=1.0)))
+    assert str(plan.scheme) == "alibi + ssmax(s=1.0)"
+    with pytest.raises(UnsupportedSwapError, match="positions both in a table and inside attention"):
+        patch_model(tiny_model("MPNetForMaskedLM"), native() + "alibi")
+
+
+class Wrong(Mechanism):
+    """A bias with one fault."""
+
+    biases = True
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.distance_only = fault == "distances"
+        self.slopes = torch.ones(4) if fault == "slopes" else None
+        self.m = nn.Parameter(torch.ones((), dtype=torch.float32))
+        if fault == "width":
+            self.biases, self.rotates, self.head_dim = False, True, 3
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distances = query_positions[:, None, :, None] - key_positions[:, None, None]
+        m = self.m.detach() if self.fault == "gradient" else self.m
+        bias = -m * distances.float() ** 2
+        if self.fault == "heads":
+            return bias.expand(-1, 3, -1, -1)
+        if self.fault == "nan":
+            return bias.expand(-1, 4, -1, -1) * math.nan
+        if self.fault == "raises":
+            raise ZeroDivisionError("of a scheme")
+        return bias.expand(-1, 4, -1, -1).to(torch.float64 if self.fault == "dtype" else torch.float32)
+
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        return -distances.float().abs().expand(4, -1)
+
+
+class WrongScheme(Scheme):
+    """A scheme whose mechanism has a fault; never registered."""
+
+    name = "wrong"
+    summary = "a bias with a fault"
+    source = "https://example.org"
+    kind: Kind = "bias"  # type: ignore[misc]
+    fault = ""
+
+    def mechanism(self, geometry: Any) -> Mechanism:
+        return Wrong(self.fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("heads", r"bias of Wrong gives \[2, 3, 3, 4\], expected \[1, 4, 3, 4\] or \[2, 4, 3, 4\]"),
+        ("dtype", r"bias of Wrong gives torch.float64, expected torch.float32"),
+        ("nan", r"bias of Wrong gives values that are no numbers"),
+        ("raises", r"bias of Wrong raises ZeroDivisionError: of a scheme"),
+        ("distances", r"distance_bias of Wrong differs from `bias` by"),
+        ("slopes", r"slopes of Wrong differs from `bias` by"),
+        ("gradient", r"its parameters of Wrong get no gradient"),
+        ("width", r"head_dim of Wrong is 3, expected the width of a head"),
+    ],
+)
+def test_a_part_that_would_break_a_forward_is_refused_by_its_name(
+    fault: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WrongScheme, "fault", fault)
+    model = build("llama")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(SchemeError, match=says):
+        patch_model(model, WrongScheme())
+    assert list(model.state_dict()) == list(state)
+
+
+def test_a_picture_shows_what_native_stands_for_or_is_refused() -> None:
+    rotary, plain = locate(build("llama")).geometry, locate(build("gpt2")).geometry
+    drawn, named = shown(native() + Alibi(), rotary), shown(Rope() + Alibi(), rotary)
+    assert torch.equal(scores_by_distance(drawn, AT), scores_by_distance(named, AT))
+    for scheme, geometry, says in ((native() + Alibi(), plain, "none is given here"), (SSMax(), rotary, "draw a sum")):
+        with pytest.raises(OptionError, match=says):
+            shown(scheme, geometry)
