@@ -44,9 +44,11 @@ SLOW_EXAMPLES = (
 )
 """Examples in docstrings that are marked slow."""
 
-HALVED = ("advice", "checkpoints", "contract", "families", "patching")
-"""Folders in which a test of `MANY` cases and more runs on half of them in every run, and on the others if slow."""
-MANY = 20
+QUARTERED = ("advice", "checkpoints", "contract", "families", "patching")
+"""Folders in which a run has one quarter of the cases of a test of `MANY` and more; the others are slow and rotated."""
+MANY = 12
+QUARTER = "POSSWAP_QUARTER"
+"""The environment variable that says which quarter, 0 to 3; without it the first."""
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -128,7 +130,7 @@ def _share_of(asked: str | None) -> tuple[int, int]:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = _share_of(config.getoption("--share"))
-    _mark_other_halves([item for item in items if isinstance(item, pytest.Function)])  # before shares are taken
+    _mark_other_quarters([item for item in items if isinstance(item, pytest.Function)])  # before shares are taken
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == share]
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
@@ -140,20 +142,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
 
 
-def _mark_other_halves(items: list[pytest.Function]) -> None:
-    """Mark half of the cases of the tests in `HALVED` slow: which, goes by a hash of their names."""
+def _mark_other_quarters(items: list[pytest.Function]) -> None:
+    """Mark the cases of the tests in `QUARTERED` that are not of this run's quarter, which goes by a hash of names."""
+    quarter = os.environ.get(QUARTER, "0")
+    if quarter not in ("0", "1", "2", "3"):
+        raise pytest.UsageError(f"{QUARTER} expects 0, 1, 2 or 3, got {quarter!r}.")
     left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
-    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_halved(item.path)]
+    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_quartered(item.path)]
     counts = collections.Counter(item.nodeid.partition("[")[0] for item in daily)
     for item in daily:
-        is_odd = zlib.crc32(item.nodeid.encode()) // 2**16 % 2  # shares go by the remainder of the same hash
-        if counts[item.nodeid.partition("[")[0]] >= MANY and is_odd:
+        its_quarter = zlib.crc32(item.nodeid.encode()) // 2**16 % 4  # shares go by the remainder of the same hash
+        if counts[item.nodeid.partition("[")[0]] >= MANY and its_quarter != int(quarter):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.rotated)
 
 
-def _is_halved(path: Path) -> bool:
+def _is_quartered(path: Path) -> bool:
     tests = Path(__file__).parent
-    return path.is_relative_to(tests) and path.relative_to(tests).parts[0] in HALVED
+    return path.is_relative_to(tests) and path.relative_to(tests).parts[0] in QUARTERED
 
 
 def pytest_collection() -> None:

@@ -137,6 +137,67 @@ def test_shares_are_disjoint_and_together_everything() -> None:
     assert sorted(sum(found.values(), [])) == sorted(everything)
 
 
+LARGE = """
+import pytest
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_large(case):
+    pass
+
+
+@pytest.mark.parametrize("case", range(11))
+def test_small(case):
+    pass
+"""
+QUARTERS = """
+import json
+import os
+
+import pytest
+
+
+class Names:
+    def pytest_collection_finish(self, session):
+        self.found = [item.nodeid for item in session.items]
+
+
+found = {}
+for quarter in ["", "0", "1", "2", "3", "slow", "half"]:
+    names = Names()
+    os.environ.update({"POSSWAP_QUARTER": quarter} if quarter.isdecimal() or quarter == "half" else {})
+    chosen = ["-m", "slow and rotated"] if quarter == "slow" else []
+    ended = pytest.main(["-n0", "-qq", "--collect-only", "-p", "no:cacheprovider", *chosen, "tests"], plugins=[names])
+    found[quarter] = int(ended) or names.found
+print("FOUND", json.dumps(found))
+"""
+
+
+def test_four_quarters_are_every_case_of_a_large_test(tmp_path: Path) -> None:
+    for folder in ("contract", "schemes"):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / "test_cases.py").write_text(LARGE)
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    env.pop("POSSWAP_QUARTER", None)
+    command = [sys.executable, "-c", QUARTERS]
+    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert "FOUND" in out.stdout, out.stdout + out.stderr
+    found = json.loads(out.stdout.rpartition("FOUND")[2])
+    assert found["half"] == pytest.ExitCode.USAGE_ERROR
+    assert "POSSWAP_QUARTER expects 0, 1, 2 or 3, got 'half'." in out.stdout + out.stderr
+    assert found[""] == found["0"]
+    large = {quarter: [name for name in found[quarter] if "contract" in name and "large" in name] for quarter in "0123"}
+    assert all(large.values())
+    assert set().union(*large.values()) == {f"tests/contract/test_cases.py::test_large[{n}]" for n in range(40)}
+    assert sum(map(len, large.values())) == 40
+    assert sorted(found["slow"]) == sorted(large["0"] + large["1"] + large["2"])  # the quarter before it was "3"
+    others = [[name for name in found[quarter] if name not in large[quarter]] for quarter in "0123"]
+    assert others[0] == others[1] == others[2] == others[3]
+    assert len(others[0]) == 11 + 40 + 11
+
+
 @pytest.mark.slow
 def test_a_share_that_is_none_is_refused() -> None:
     command = [sys.executable, "-m", "pytest", "--share", "4/3", "-n0", "tests/test_rope_layout.py"]

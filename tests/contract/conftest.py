@@ -1,7 +1,7 @@
 """Runs every test that asks for a `pair` on all of them, the toys registered meanwhile.
 
-Of the pairs of every run each point has one half (`tests/conftest.py`), by a hash: each pair meets half of the points,
-and each scheme and each model every point on some pair.
+Of the daily pairs each run has one quarter for each point (`tests/conftest.py`), by a hash: in four days each pair
+meets every point.
 
 Pairs whose code others share, and those of `others.py`, run only with `-m exhaustive`; the light contract proves
 them in every run of the slow tests.
