@@ -14,22 +14,19 @@ from typing import Any
 
 import pytest
 
-from tests.contract.models import TINY
-from tests.contract.pairs import FEW, KINDS, Pair, all_pairs, is_daily, refusal, supported_pairs
+from tests.contract.pairs import FEW, KINDS, Pair, all_pairs, daily_pairs, is_daily, refusal
 from tests.toys.registration import registered
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "pair" in metafunc.fixturenames:
-        wanted = [marker.args[0] for marker in metafunc.definition.iter_markers("pairs")]
-        pairs = [pair for pair in supported_pairs() if all(accepts(pair) for accepts in wanted)]
+    asked = [name for name in ("pair", "refused") if name in metafunc.fixturenames]
+    for name in asked:
+        wanted: list[Callable[[Pair], bool]] = [is_refused_once if name == "refused" else is_supported]
+        wanted += [marker.args[0] for marker in metafunc.definition.iter_markers("pairs")]
         slow = metafunc.definition.get_closest_marker("slow") is not None  # then one model of each kind is enough
         few = metafunc.definition.get_closest_marker("few") is not None
         daily = is_of_a_kind if slow else is_one_of_few if few else is_daily
-        metafunc.parametrize("pair", _marked(pairs, daily, metafunc.config), indirect=True)
-    if "refused" in metafunc.fixturenames:
-        pairs = [pair for pair in all_pairs() if refusal(pair) is not None and pair.first]
-        metafunc.parametrize("refused", _marked(pairs, lambda pair: pair.model in TINY, metafunc.config), indirect=True)
+        metafunc.parametrize(name, _marked(wanted, daily, metafunc.config), indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -52,13 +49,27 @@ def is_of_a_kind(pair: Pair) -> bool:
     return pair.model in KINDS
 
 
-def _marked(pairs: list[Pair], daily: Callable[[Pair], bool], config: pytest.Config) -> list[Any]:
+def is_supported(pair: Pair) -> bool:
+    """Return whether the pair can be patched."""
+    return refusal(pair) is None
+
+
+def is_refused_once(pair: Pair) -> bool:
+    """Return whether the pair is refused, and stands for its model."""
+    return refusal(pair) is not None and pair.first
+
+
+def _marked(wanted: list[Callable[[Pair], bool]], daily: Callable[[Pair], bool], config: pytest.Config) -> list[Any]:
     """Return the pairs as parameters, those that do not run in every run marked: or left out, where -m says so.
 
-    To make twenty thousand tests and to deselect them takes longer than a hundred of them.
+    To plan all swaps, to make twenty thousand tests and to deselect them takes longer than some hundreds of them.
     """
     if "not exhaustive" in config.getoption("markexpr"):
-        pairs = [pair for pair in pairs if daily(pair)] or pairs[:1]
+        pairs = [pair for pair in daily_pairs() if daily(pair) and all(accepts(pair) for accepts in wanted)]
+        if not pairs:  # a test without parameters would be skipped, and say so
+            return [pytest.param(daily_pairs()[0], marks=pytest.mark.exhaustive, id="no daily pair")]
+    else:
+        pairs = [pair for pair in all_pairs() if all(accepts(pair) for accepts in wanted)]
     return [pytest.param(pair, marks=[] if daily(pair) else pytest.mark.exhaustive, id=str(pair)) for pair in pairs]
 
 

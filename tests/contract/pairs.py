@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -227,29 +228,53 @@ def _untouched(model: str) -> PreTrainedModel:
     return ALL[model].build()  # plans never touch it
 
 
-@functools.cache
-def all_pairs() -> list[Pair]:
-    """Return every pair, the toys' too; natively expressible ones a second time, inside attention.
+def pairs_that(wanted: Callable[[Pair], bool] = lambda pair: True) -> list[Pair]:
+    """Return the pairs, the toys' too; natively expressible ones a second time, inside attention.
 
     The other families' models meet the schemes of each site alone.
+
+    Args:
+        wanted: is asked before a pair is planned, which takes long, and before it is of one stack.
     """
     with registration.registered():
         pairs = [Pair(model, scheme) for model in TINY for scheme in schemes_for("text")]
         pairs += [Pair(model, scheme) for model in ALL if model not in TINY for scheme in daily_schemes(model)]
-        native = [pair for pair in pairs if refusal(pair) is None and pair.plan.route == "native"]
-        inside = [Pair(pair.model, pair.scheme, "attention") for pair in native]
-        return _by_stack(pairs + [pair for pair in inside if refusal(pair) is None])
+        inside = [replace(pair, site="attention") for pair in pairs]
+        return _by_stack([pair for pair in pairs + inside if wanted(pair) and _is_one(pair)])
+
+
+def _is_one(pair: Pair) -> bool:
+    """Return whether there is such a pair, refused or not; its plan is made, and kept, while the toys are there."""
+    outside = replace(pair, site="auto")
+    is_refused = refusal(outside) is not None
+    if pair == outside:
+        return True
+    return not is_refused and outside.plan.route == "native" and refusal(pair) is None
 
 
 def _by_stack(pairs: list[Pair]) -> list[Pair]:
     """Return the pairs, those of encoder-decoders once for each of their stacks that is swapped."""
-    stacks = {name: [stack.name for stack in locate(_untouched(name)).stacks] for name in PAIRED}
+    paired = {pair.model for pair in pairs} & {*PAIRED}
+    stacks = {name: [stack.name for stack in locate(_untouched(name)).stacks] for name in paired}
     return [replace(pair, stack=stack) for pair in pairs for stack in stacks.get(pair.model, [""])]
 
 
+@functools.cache
+def all_pairs() -> list[Pair]:
+    """Return every pair."""
+    return pairs_that()
+
+
+@functools.cache
 def supported_pairs() -> list[Pair]:
     """Return the pairs that can be patched."""
     return [pair for pair in all_pairs() if refusal(pair) is None]
+
+
+@functools.cache
+def daily_pairs() -> list[Pair]:
+    """Return the pairs that run points in every run, and those of these that are refused; no other is planned."""
+    return pairs_that(is_daily)
 
 
 KINDS = ("gpt2", "bert", "llama")

@@ -6,10 +6,14 @@ from itertools import pairwise
 
 import pytest
 
+from hf_posswap.schemes import SCHEMES, schemes_for
 from tests.contract.counts import KINDS, LIGHT, by_kind, count, count_light, lost, points, row_for, rows
-from tests.contract.others import ALL
-from tests.contract.pairs import supported_pairs, words
+from tests.contract.models import TINY
+from tests.contract.others import ALL, OTHERS
+from tests.contract.paired import PAIRED
+from tests.contract.pairs import all_pairs, daily_pairs, daily_schemes, is_daily, supported_pairs, words
 from tests.stock import RELEASE, cache_in, takes_cache
+from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
 
 REWRITE = "If these cases are gone for a reason, python -m tests.contract.counts --write, and commit counts.json."
 
@@ -17,6 +21,21 @@ REWRITE = "If these cases are gone for a reason, python -m tests.contract.counts
 def test_no_point_runs_on_fewer_cases_than_before() -> None:
     gone = lost(count(), {point: n for point, n in row_for(RELEASE).items() if point != LIGHT})
     assert not gone, f"{gone}. {REWRITE}"
+
+
+def test_every_scheme_and_every_model_is_here() -> None:
+    pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
+    full = {(model, scheme) for model in TINY for scheme in [*schemes_for("text"), TOY_SCHEME]}
+    with registered():
+        assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in daily_schemes(model)}
+    assert len(ALL) == len(TINY) + len(OTHERS) + len(PAIRED)
+    assert TOY_MODEL in TINY
+    assert TOY_SCHEME not in SCHEMES
+
+
+def test_daily_pairs_are_those_of_every_pair_that_are_daily() -> None:
+    """They are found without a plan of any other."""
+    assert daily_pairs() == [pair for pair in all_pairs() if is_daily(pair)]
 
 
 def test_no_release_has_fewer_cases_than_the_one_before_it() -> None:

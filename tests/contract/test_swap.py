@@ -12,13 +12,11 @@ import torch
 from hf_posswap import patch_model, patched, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import FAMILIES, family_of
-from hf_posswap.schemes import SCHEMES, schemes_for
-from tests.contract.models import LENGTH, TINY
-from tests.contract.others import ALL, OTHERS
-from tests.contract.paired import PAIRED
-from tests.contract.pairs import CHANGE, NOISE, Pair, all_pairs, daily_schemes, gap, once, words
+from tests.contract.models import LENGTH
+from tests.contract.others import ALL
+from tests.contract.pairs import CHANGE, NOISE, Pair, gap, once, words
 from tests.families import vision_models
-from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
+from tests.toys.registration import registered
 
 IDS = words(2, LENGTH - 2)
 
@@ -31,16 +29,6 @@ def assert_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
     now = model.state_dict()
     assert list(now) == list(before)
     assert [name for name in before if not torch.equal(now[name], before[name])] == []
-
-
-def test_every_scheme_and_every_model_is_here() -> None:
-    pairs = {(pair.model, pair.scheme) for pair in all_pairs()}
-    full = {(model, scheme) for model in TINY for scheme in [*schemes_for("text"), TOY_SCHEME]}
-    with registered():
-        assert pairs == full | {(model, scheme) for model in (*OTHERS, *PAIRED) for scheme in daily_schemes(model)}
-    assert len(ALL) == len(TINY) + len(OTHERS) + len(PAIRED)
-    assert TOY_MODEL in TINY
-    assert TOY_SCHEME not in SCHEMES
 
 
 def test_a_model_stands_for_every_family() -> None:
