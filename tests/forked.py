@@ -48,12 +48,12 @@ def run_ranks(work: Callable[[], object], count: int = 2, environment: Mapping[s
     """Run `work` in `count` processes of one launch, and check that each ends well."""
     launched = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     launched |= {"MASTER_PORT": str(free_port()), **(environment or {})}
-    ranks = [start(lambda: _afresh(work), {**launched, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(count)]
+    ranks = [start(lambda: afresh(work), {**launched, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(count)]
     _wait(ranks)
     assert [rank.exitcode for rank in ranks] == [0] * count
 
 
-def _afresh(work: Callable[[], object]) -> None:
+def afresh(work: Callable[[], object]) -> None:
     """Run `work` as if accelerate had not yet learned in this process how it was launched."""
     from accelerate.state import AcceleratorState, GradientState
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import forked
 
 
 def run(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    process = forked.start(lambda: forked.afresh(lambda: exec(code, {})))
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_is_connected() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_posswap.compat import peft_wrappers
+from tests import forked
 
 
 class Net(nn.Module):
@@ -74,11 +76,24 @@ def test_read_adapter_weights(wrapped: Any, tmp_path: Path) -> None:
     assert sorted(weights) == sorted(load_file(tmp_path / "adapter_model.safetensors"))
 
 
+def said(program: str, folder: Path, *arguments: str) -> list[str]:
+    """Return the words that a program prints, in a fork of this process: what it puts around functions stays there."""
+
+    def work() -> None:
+        sys.argv = ["program", str(folder), *arguments]
+        warnings.resetwarnings()  # PEFT asks models what is deprecated
+        with (folder / "said").open("w") as out, contextlib.redirect_stdout(out):
+            exec(program, {"__name__": "__main__"})
+
+    process = forked.start(work)
+    process.join()
+    assert process.exitcode == 0
+    return (folder / "said").read_text().split()
+
+
 def seen(folder: Path, hook: str) -> list[str]:
-    """Return what a hook sees of PEFT, in a process of its own: what is put around PEFT's functions stays."""
-    run = subprocess.run([sys.executable, "-c", HOOKED, str(folder), hook], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout.split()
+    """Return what a hook sees of PEFT."""
+    return said(HOOKED, folder, hook)
 
 
 def test_change_saved_weights(tmp_path: Path) -> None:
@@ -95,9 +110,7 @@ def test_watch_hotswaps(tmp_path: Path) -> None:
 
 
 def test_watch_own_adapters(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", OWN, str(tmp_path)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["folder", "below", "weights"]
+    assert said(OWN, tmp_path) == ["folder", "below", "weights"]
 
 
 OWN = """
