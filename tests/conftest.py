@@ -44,7 +44,7 @@ SLOW_EXAMPLES = (
 )
 """Examples in docstrings that are marked slow."""
 
-QUARTERED = ("advice", "checkpoints", "contract", "families", "patching")
+QUARTERED = ("advice", "checkpoints", "contract", "families", "patching", "search")
 """Folders in which a run has one quarter of the cases of a test of `MANY` and more; the others are slow and rotated."""
 MANY = 12
 QUARTER = "POSSWAP_QUARTER"

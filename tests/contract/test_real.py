@@ -71,8 +71,8 @@ def test_rope_inside_attention_is_exact_on_trained_weights(shared_checkpoints: P
 
 
 def sorts(model: Any) -> int:
-    """Return how many of all 729 inputs of six digits the sorting model sorts, greedily."""
-    inputs = torch.tensor(list(itertools.product(range(3), repeat=6)))  # [729, 6]
+    """Return how many of 365 inputs, every other one of all those of six digits, the sorting model sorts, greedily."""
+    inputs = torch.tensor(list(itertools.product(range(3), repeat=6)))[::2]  # [365, 6]
     ids = inputs
     for _ in range(6):
         ids = torch.cat([ids, logits(model, ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
@@ -81,14 +81,14 @@ def sorts(model: Any) -> int:
 
 def test_a_sorting_model_needs_its_positions(shared_checkpoints: Path) -> None:
     model = opened(shared_checkpoints / "gpt-nano-sort")
-    assert sorts(model) == 729
+    assert sorts(model) == 365
     patch_model(model, "learned")
-    assert sorts(model) == 729
+    assert sorts(model) == 365
     unpatch_model(model)
     patch_model(model, "nope")
-    assert sorts(model) < 729 // 2
+    assert sorts(model) < 365 // 2
     unpatch_model(model)
-    assert sorts(model) == 729
+    assert sorts(model) == 365
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,12 @@ def minilm() -> Path:
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("rope", {}), ("alibi", {}), ("sinusoidal", {}), ("learned", {"extend": "hierarchical"})],
+    [
+        ("rope", {}),
+        ("alibi", {}),
+        pytest.param("sinusoidal", {}, marks=pytest.mark.slow),
+        pytest.param("learned", {"extend": "hierarchical"}, marks=pytest.mark.slow),
+    ],
 )
 def test_minilm_runs_at_four_times_its_window_and_comes_back(minilm: Path, scheme: str, options: Any) -> None:
     model = AutoModel.from_pretrained(minilm).eval()
