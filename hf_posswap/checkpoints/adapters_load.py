@@ -30,6 +30,7 @@ from hf_posswap.patching.record.adapter_marks import (
 )
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.atomic_io import read_object
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.untrusted import read_bounded_json
 
@@ -72,6 +73,7 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
         CheckpointError: a file of the adapter cannot be read.
         RecordError: the sidecar is invalid, or of an unknown version.
     """
+    source = checkpoint_of(source, **hub)
     config = _read(source, ADAPTER_CONFIG, hub, certain=False)
     if config is None:
         return None

@@ -26,6 +26,7 @@ from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import native_config, native_config_class
 from hf_posswap.utils.atomic_io import settle
 from hf_posswap.utils.auto_classes import refused_code
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.threads import PROCESS
 from hf_posswap.utils.weight_shapes import FLOATS, INDEX, WEIGHTS, folder_kinds, refuse_outside
@@ -33,13 +34,18 @@ from hf_posswap.utils.weight_shapes import FLOATS, INDEX, WEIGHTS, folder_kinds,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_OTHER_WEIGHTS = {"gguf_file", "state_dict", "subfolder", "variant"}
+_OTHER_WEIGHTS = {"state_dict", "subfolder", "variant"}
 """Arguments of `from_pretrained` that have it take other weights than those in the folder itself."""
 
 
 @hub_reading
 def load(
-    source: str | Path, *, model_class: Any = None, trust_remote_code: bool = False, **kwargs: Any
+    source: str | Path,
+    *,
+    model_class: Any = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Return the model of a checkpoint, with its swap if it carries one.
 
@@ -48,17 +54,21 @@ def load(
     other. `from_pretrained` itself, called in threads, leaves weights untied in transformers 5.14 to 5.24.
 
     Args:
-        source: a folder or a Hub id; that of a PEFT adapter gives base, swap and adapter together.
+        source: a folder or a Hub id; that of a PEFT adapter gives base, swap and adapter together. Or a GGUF file
+            (extra `gguf`), on this machine or on the Hub as owner/name/file.gguf: it is converted once, into the cache.
         model_class: a class (or Auto class) of transformers to load instead of the one that config.json names; heads
             that the checkpoint lacks are then new.
         trust_remote_code: run code that the checkpoint (or the base that an adapter names) brings: its config class,
             its `generate`. A swapped checkpoint of this package needs none: what is installed here runs.
+        gguf_file: the name of the GGUF file in `source`, where several lie there.
         kwargs: for `from_pretrained`: dtype, device_map, attn_implementation, revision, token, ...
 
     Raises:
         CheckpointError: nothing readable is there, or weights are missing or do not fit, are integers where the model
             has floating-point numbers, or lie outside the folder by its index, or config.json asks for a model far
-            larger than they are: that is refused before any memory is taken.
+            larger than they are: that is refused before any memory is taken. Of a GGUF file, also: transformers cannot
+            express what it holds.
+        MissingDependencyError: a GGUF file without the extra `gguf`.
         RemoteCodeError: it needs code, which was not asked for.
         RecordError: its swap cannot be read, or its config and weights are not what the swap leaves behind.
 
@@ -73,8 +83,9 @@ def load(
         ...     load(folder).config.posswap["scheme"]["name"]
         'rope'
     """
-    settle(Path(source))
     hub = {k: kwargs[k] for k in HUB_ARGUMENTS if k in kwargs}
+    settle(Path(source))
+    source = checkpoint_of(source, gguf_file, **hub)
     adapter = adapter_source(source, **hub)
     if adapter is not None:
         return load_with_base(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json, source_of
+from hf_posswap.cli.arguments import GGUFFile, Json, source_of
 from hf_posswap.cli.export import Target
 from hf_posswap.cli.output import quiet_library, show_command, show_indented, show_json, show_pairs, show_text
 from hf_posswap.errors import OptionError
@@ -24,7 +24,7 @@ def advise(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a config.json, a Hub id, or the name of a class of transformers.",
+            help="A folder with a config.json, a GGUF file, a Hub id, or the name of a class of transformers.",
             show_default=False,
         ),
     ],
@@ -42,6 +42,7 @@ def advise(
         Target | None,
         typer.Option("--target", "--serve", help="The program that will serve the model.", show_default=False),
     ] = None,
+    gguf_file: GGUFFile = None,
     json: Json = False,
 ) -> None:
     """Advise how to make a model read a given length: a swap, a training, or a sliding window without a swap.
@@ -53,7 +54,7 @@ def advise(
     Example: posswap advise my-gpt2 --max-length 8192 --budget 2e7 --target vllm
     """
     tokens = _tokens(budget)
-    source = model if model[:1].isupper() and model.isidentifier() else source_of(model)
+    source = model if model[:1].isupper() and model.isidentifier() else source_of(model, gguf_file)
     with quiet_library():
         import hf_posswap
 

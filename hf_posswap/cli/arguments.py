@@ -11,6 +11,7 @@ import typer
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.gguf_source import SUFFIX, gguf_path, on_hub
 from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.user_paths import expand_home
 
@@ -37,7 +38,17 @@ SCHEME_HELP = (
     ".json file with a scheme, as written by posswap search."
 )
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder with a checkpoint, or a Hub id.", show_default=False)
+    str,
+    typer.Argument(metavar="MODEL", help="A folder with a checkpoint, a GGUF file, or a Hub id.", show_default=False),
+]
+GGUFFile = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf-file",
+        metavar="NAME",
+        help="The GGUF file in MODEL, a folder or a Hub id, where it holds several.",
+        show_default=False,
+    ),
 ]
 SchemeName = Annotated[
     str,
@@ -108,17 +119,28 @@ def _read_scheme_file(name: str) -> dict[str, Any]:
     return fields
 
 
-def source_of(model: str) -> str:
-    """Return `model` in the form that transformers accepts: the path of a folder, or a Hub id.
+def source_of(model: str, gguf_file: str | None = None) -> str:
+    """Return `model` in the form that the library accepts: the path of a folder or GGUF file, or a Hub id.
+
+    Args:
+        model: as typed.
+        gguf_file: name of a GGUF file in it, or None.
 
     Raises:
-        CheckpointError: it is a file, or a path that does not exist.
+        CheckpointError: it is another file, or a path that does not exist.
+        OptionError: a file is named in a file.
     """
     path = expand_home(model)
+    if model and gguf_file is not None:
+        return gguf_path(str(path) if path.exists() else source_of(model), gguf_file)
     if model and path.is_dir():
         return str(path)
+    if model and path.suffix.lower() == SUFFIX and (path.exists() or on_hub(model)):
+        return str(path) if path.exists() else model
     if model and path.exists():
-        raise CheckpointError(f"{model} is a file; give the folder that holds the model's config.json.")
+        raise CheckpointError(
+            f"{model} is a file; give the folder that holds the model's config.json, or a GGUF file ({SUFFIX})."
+        )
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         raise CheckpointError(f"{model!r} does not exist; give a folder that holds a config.json, or a Hub id.")
     return model

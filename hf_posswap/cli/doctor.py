@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
+from hf_posswap.cli.arguments import GGUFFile, Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import (
     quiet_library,
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from hf_posswap.checkpoints.doctor_checks.findings import Serving
 
 
-def doctor(model: Model, trust_remote_code: TrustRemoteCode = False, json: Json = False) -> None:
+def doctor(
+    model: Model,
+    gguf_file: GGUFFile = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
     """Find the known position traps of a checkpoint, whoever made it.
 
     Reads the config, the names and shapes of the weights, and the tokenizer's settings; no weights are loaded, and
@@ -33,7 +38,7 @@ def doctor(model: Model, trust_remote_code: TrustRemoteCode = False, json: Json 
 
     Example: posswap doctor my-long-llama
     """
-    source = source_of(model)
+    source = source_of(model, gguf_file)
     with quiet_library():
         from hf_posswap.checkpoints.doctor_checks import doctor as diagnose
 

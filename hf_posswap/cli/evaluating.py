@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, make_scheme, source_of
+from hf_posswap.cli.arguments import GGUFFile, Json, Model, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_text
 from hf_posswap.errors import OptionError
@@ -114,6 +114,7 @@ def evaluate(
     seed: Seed = 0,
     out: Out = None,
     pictures: Pictures = True,
+    gguf_file: GGUFFile = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -127,7 +128,7 @@ def evaluate(
     """
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
-    source, base_source = source_of(model), None if baseline is None else source_of(baseline)
+    source, base_source = source_of(model, gguf_file), None if baseline is None else source_of(baseline)
     chosen = None if scheme is None else make_scheme(scheme)
     documents_source = requested_text(text)
     with quiet_library():

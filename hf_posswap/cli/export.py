@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json, Model, TrustRemoteCode, source_of
+from hf_posswap.cli.arguments import GGUFFile, Json, Model, TrustRemoteCode, source_of
 from hf_posswap.cli.outcome import Code
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.utils.user_paths import expand_home
@@ -51,6 +51,7 @@ def export(
             show_default=False,
         ),
     ] = None,
+    gguf_file: GGUFFile = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -62,7 +63,7 @@ def export(
 
     Example: posswap export my-long-llama --target sglang -o my-long-llama-sglang
     """
-    source = source_of(model)
+    source = source_of(model, gguf_file)
     with quiet_library():
         from hf_posswap.checkpoints.exports import export as run
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posswap.cli.arguments import (
+    GGUFFile,
     Json,
     MaxLength,
     Model,
@@ -38,7 +39,7 @@ def explain(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a checkpoint, or a Hub id; with --html it may be left out.",
+            help="A folder with a checkpoint, a GGUF file, or a Hub id; with --html it may be left out.",
             show_default=False,
         ),
     ] = None,
@@ -66,6 +67,7 @@ def explain(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="The page of --html.  [default: positions.html]"),
     ] = None,
+    gguf_file: GGUFFile = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -81,7 +83,8 @@ def explain(
     """
     if html:
         how = _how(max_length, site, relative)
-        return write_explanation(model, scheme, how, out, json=json, trust_remote_code=trust_remote_code)
+        named = None if model is None else source_of(model, gguf_file)
+        return write_explanation(named, scheme, how, out, json=json, trust_remote_code=trust_remote_code)
     if out is not None:
         raise OptionError(f"--out {out} is for the page of --html: give both, or neither.")
     if model is None:
@@ -89,7 +92,7 @@ def explain(
     if scheme is None and (max_length is not None or site is not Site.auto or relative is not None):
         reason = "--max-length, --site and --relative say how to put in a scheme"
         raise OptionError(f"{reason}: name one after MODEL.")
-    source = source_of(model)
+    source = source_of(model, gguf_file)
     chosen = None if scheme is None else make_scheme(scheme)
     with quiet_library():
         import hf_posswap
@@ -143,6 +146,7 @@ def patch(
         bool, typer.Option("--overwrite", help="Replace DIR if a save wrote all that is in it.")
     ] = False,
     tokenizer: Annotated[bool, typer.Option(help="Save the model's tokenizer or processor with it.")] = True,
+    gguf_file: GGUFFile = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -154,7 +158,7 @@ def patch(
 
     Example: posswap patch gpt2 rope --max-length 4096 -o gpt2-rope
     """
-    source = source_of(model)
+    source = source_of(model, gguf_file)
     chosen = make_scheme(scheme)
     folder = checked_target(out, source, overwrite)
     with quiet_library():

@@ -9,6 +9,7 @@ from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.atomic_io import writable_folder
 from hf_posswap.utils.auto_classes import auto_processor, auto_tokenizer
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.user_paths import expand_home
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "tekken.json")
@@ -59,7 +60,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     Raises:
         CheckpointError: the tokenizer cannot be read, or (RemoteCodeError) needs code without `trust_remote_code`.
     """
-    folder = Path(source)
+    folder = Path(checkpoint_of(source))
     if folder.is_dir() and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         return None
     try:
@@ -77,6 +78,7 @@ def load_processor(source: str, *, trust_remote_code: bool = False) -> Any:
 
     Returns None for a folder without either. Arguments and errors are those of `load_tokenizer`.
     """
+    source = str(checkpoint_of(source))
     names = ("preprocessor_config.json", "processor_config.json")
     if all(file_of(source, name, certain=False) is None for name in names):
         return load_tokenizer(source, trust_remote_code=trust_remote_code)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import CheckpointError, OptionError, RemoteCodeError
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.untrusted import read_bounded_json
 
@@ -65,6 +66,7 @@ def auto_tokenizer(source: str | Path, *, trust_remote_code: bool, **hub: Any) -
     """
     from transformers import AutoTokenizer
 
+    source = checkpoint_of(source)
     with refused_code(source, trust_remote_code):
         _refuse_endless_files(source)
         if not trust_remote_code:
@@ -76,6 +78,7 @@ def auto_processor(source: str | Path, *, trust_remote_code: bool, **hub: Any) -
     """Return the processor at `source`, as transformers' AutoProcessor reads it; otherwise as `auto_tokenizer`."""
     from transformers import AutoProcessor
 
+    source = checkpoint_of(source)
     with refused_code(source, trust_remote_code):
         _refuse_endless_files(source)
         if not trust_remote_code:

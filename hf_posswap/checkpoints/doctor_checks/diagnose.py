@@ -28,6 +28,7 @@ from hf_posswap.checkpoints.exports.rules import judge
 from hf_posswap.checkpoints.native.suggesting import RUN_PLUGINS, stock_config
 from hf_posswap.errors import CheckpointError, RecordError, UnsupportedModelError
 from hf_posswap.utils.auto_classes import TRUST
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.threads import quiet_logger
 
 
@@ -38,8 +39,8 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
     adapter's sidecar, and builds the model of the config on the meta device.
 
     Args:
-        source: a folder or a Hub id. Of a Hub id, the small files are downloaded, and the first bytes of the weights
-            are read.
+        source: a folder, a Hub id or a GGUF file. Of a Hub id, the small files are downloaded, and the first bytes of
+            the weights are read.
         trust_remote_code: run code of the checkpoint, where its config needs that; without it, such a config is a
             finding.
         hub: revision, token, cache_dir, local_files_only for a Hub id.
@@ -57,7 +58,7 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
         ...     doctor(folder).findings[0].what[:51]
         'yarn without original_max_position_embeddings: tran'
     """
-    chart = read_chart(source, **hub)
+    chart = read_chart(checkpoint_of(source, **hub), **hub)
     findings = list(adapter_findings(chart))
     checked = ["adapter_config.json"] if chart.adapter is not None else []
     positions = "an adapter"

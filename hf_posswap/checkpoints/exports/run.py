@@ -21,6 +21,7 @@ from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
 from hf_posswap.utils.atomic_io import read_object, replacing, write_json
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.weight_shapes import folder_shapes
@@ -101,7 +102,7 @@ def export(
     run or read. Whether a program has the model's class at all is not judged.
 
     Args:
-        source: a folder; a Hub id where nothing is to be written.
+        source: a folder or a GGUF file; a Hub id where nothing is to be written.
         target: "transformers", "vllm", "sglang", "llamacpp", "tgi", "onnx", "torch", "tei" (text-embeddings-inference)
             or "sentence-transformers".
         out: None writes nothing. A new folder gets the checkpoint with the config that the program wants (for llamacpp
@@ -134,6 +135,7 @@ def export(
     """
     if target not in TARGETS:
         raise UnknownNameError("target", target, TARGETS)
+    source = checkpoint_of(source)
     out_path = None if out is None else Path(out)
     is_file = out_path is not None and out_path.suffix in FILES.values()
     _check_options(target, out_path, vocab)

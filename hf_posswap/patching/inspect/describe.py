@@ -37,6 +37,7 @@ from hf_posswap.schemes.base import SCHEMES, class_of_text, is_sum, schemes_for
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.auto_classes import auto_config
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.printable import in_lines, printable
 from hf_posswap.utils.result_views import ResultView
@@ -321,6 +322,7 @@ def on_meta(model: Any, *, trust_remote_code: bool = False) -> Any:
     if isinstance(model, torch.nn.Module):
         return unwrap(model)
     is_named = isinstance(model, (str, Path))
+    model = checkpoint_of(model) if is_named else model
     config = read_config(model, trust_remote_code=trust_remote_code) if is_named else model
     model_class = model_class_of(config)
     bounds = bounds_in(model, config) if is_named else Bounds()
@@ -341,7 +343,7 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
     """Return the config of a folder or Hub id.
 
     Args:
-        source: the folder or Hub id.
+        source: the folder, Hub id or GGUF file.
         trust_remote_code: run its custom code if its config needs it.
         kwargs: as of `AutoConfig.from_pretrained`: revision, token, ...
 
@@ -349,6 +351,7 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
         CheckpointError: there is none, or it is unreadable.
         RemoteCodeError: it needs custom code, which was not allowed.
     """
+    source = checkpoint_of(source)
     try:
         return auto_config(source, trust_remote_code=trust_remote_code, **kwargs)
     except PosswapError:

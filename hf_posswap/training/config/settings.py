@@ -10,6 +10,7 @@ from hf_posswap.training.config.theirs import TrainingSettings
 from hf_posswap.training.data import DataSettings
 from hf_posswap.training.distill import DistillSettings
 from hf_posswap.training.trainable import TrainableSettings
+from hf_posswap.utils.gguf_source import gguf_path
 from hf_posswap.utils.result_views import ResultView, brief
 
 SchemeValue = str | Mapping[str, Any] | None
@@ -22,9 +23,10 @@ class ModelSettings:
     """The model to start from.
 
     Attributes:
-        name: a folder or a Hub id.
+        name: a folder, a GGUF file (on the Hub owner/name/file.gguf) or a Hub id.
         tokenizer: a folder or a Hub id; none: the model's own.
         revision: of the Hub id.
+        gguf_file: the GGUF file in name, where it holds several.
         dtype: of the weights in memory; training.bf16 and fp16 set the precision of the forward.
         attention: attention implementation; none: transformers' choice.
         trust_remote_code: run code from the model or the tokenizer, if loading needs it.
@@ -33,9 +35,15 @@ class ModelSettings:
     name: str = ""
     tokenizer: str | None = None
     revision: str | None = None
+    gguf_file: str | None = None
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     attention: str | None = None
     trust_remote_code: bool = False
+
+    @property
+    def source(self) -> str:
+        """The folder, Hub id or GGUF file to read."""
+        return gguf_path(self.name, self.gguf_file)
 
 
 @dataclass(frozen=True)

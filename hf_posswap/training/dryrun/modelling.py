@@ -81,7 +81,7 @@ def _build_model(recipe: Recipe, mode: Any) -> Any:
     options: dict[str, Any] = {TRUST: settings.trust_remote_code}
     options |= {} if settings.revision is None else {"revision": settings.revision}
     options |= {} if settings.attention is None else {"attn_implementation": settings.attention}
-    config = read_config(settings.name, **options)
+    config = read_config(settings.source, **options)
     cls = model_class_of(config)
     if getattr(config, "posswap", None) is not None:
         cls = swapped_class(cls)

@@ -237,7 +237,7 @@ def load_model(recipe: Recipe) -> Any:
     options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
     if settings.attention is not None:
         options["attn_implementation"] = settings.attention
-    return load(settings.name, **{TRUST: settings.trust_remote_code}, **_revision(recipe), **options)
+    return load(settings.source, **{TRUST: settings.trust_remote_code}, **_revision(recipe), **options)
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> Any:
@@ -249,7 +249,7 @@ def load_recipe_tokenizer(recipe: Recipe) -> Any:
     """
     settings = recipe.model
     trust = {TRUST: settings.trust_remote_code}
-    return load_tokenizer(settings.tokenizer or settings.name, instead="name one as model.tokenizer", **trust)
+    return load_tokenizer(settings.tokenizer or settings.source, instead="name one as model.tokenizer", **trust)
 
 
 def _revision(recipe: Recipe) -> dict[str, Any]:
@@ -266,8 +266,8 @@ def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) ->
     """
     check_sources(recipe.data)
     causal = recipe.objective.kind in OF_TOKENS
-    if recipe.model.revision is None and adapter_source(recipe.model.name) is None:
-        skeleton = on_meta(recipe.model.name, **{TRUST: recipe.model.trust_remote_code})
+    if recipe.model.revision is None and adapter_source(recipe.model.source) is None:
+        skeleton = on_meta(recipe.model.source, **{TRUST: recipe.model.trust_remote_code})
         check_reads_text(skeleton, recipe.objective.kind)
         geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
         if scheme is not None:

@@ -1,0 +1,188 @@
+"""A GGUF file as transformers' config and weights, with what transformers' own reader loses put right or refused.
+
+That reader takes each key that it knows and leaves out the rest silently: scaled rotations, windows, biases. Here every
+key of the architecture and every tensor of the file is accounted for, or the file is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.format import said_by
+from hf_posswap.utils.gguf_rope import FACTOR_TENSORS, rope_parameters
+from hf_posswap.utils.gguf_tokenizer import write_tokenizer
+from hf_posswap.utils.threads import PROCESS, quiet_logger
+
+_SAME: dict[str, tuple[str, ...]] = {
+    "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size",),
+    "block_count": ("num_hidden_layers",),
+    "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
+    "attention.key_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+"""Keys of an architecture, without its name, and the fields of configs that say the same; the first that there is."""
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "rope.scaling.finetuned": (True, False),
+    "tensor_data_layout": ("Meta AI original pth", "reference"),
+}
+"""Keys that change nothing at these values."""
+_WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def write_folder(path: Path, folder: Path) -> list[str]:
+    """Write what the GGUF file `path` holds into `folder`, and return sentences about what is not in it.
+
+    Weights of one type, F16 or BF16, keep it; quantized ones are float32, in which their values are exact.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds what transformers cannot express or would read wrongly.
+    """
+    import gguf
+
+    try:
+        reader: Any = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+    except Exception as error:  # gguf checks nothing: a short or damaged file fails anywhere in it
+        raise CheckpointError(f"cannot read {path}: {said_by(error)}. Get the file again from its source.") from error
+    architecture = fields.get("general.architecture")
+    if not isinstance(architecture, str) or not tensors:
+        raise CheckpointError(f"{path} holds no model: {len(tensors)} tensors, of architecture {architecture!r}.")
+    if int(fields.get("split.count", 1)) > 1:
+        raise CheckpointError(
+            f"{path} is one of {fields['split.count']} parts of a model. Merge them: llama-gguf-split --merge "
+            f"{path.name} merged.gguf"
+        )
+    with PROCESS, quiet_logger("transformers", logging.ERROR):  # it changes the default dtype of the process meanwhile
+        config = _config(path, architecture, fields, tensors)
+        model = _model(path, config, tensors)
+    model.save_pretrained(folder)
+    return write_tokenizer(path, folder, fields, config)
+
+
+def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    """Return the config that transformers reads from the file, with every key of the architecture in it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # ValueError for an unknown one; anything for keys that are missing or of another kind
+        raise CheckpointError(
+            f"transformers cannot read {path}, a GGUF file of architecture {architecture!r}: {said_by(error)} Take the "
+            "checkpoint that the file was made from."
+        ) from error
+    keys = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in fields.items()
+        if name.startswith(f"{architecture}.")
+    }
+    keys.setdefault("attention.head_count_kv", keys.get("attention.head_count"))
+    rope = {name: keys.pop(name) for name in list(keys) if name.startswith("rope.") and name not in _ONLY}
+    value_length = keys.pop("attention.value_length", None)
+    if value_length not in (None, keys.get("attention.key_length")):
+        keys["attention.value_length"] = value_length  # which no config has
+    wrong = [name for name, value in keys.items() if value is not None and not _set(config, name, value)]
+    if wrong:
+        told = ", ".join(f"{architecture}.{name} = {str(keys[name])[:40]}" for name in sorted(wrong))
+        raise CheckpointError(
+            f"{path} says {told}, which is in no field of a {type(config).__name__}, so that the model would compute "
+            "something else. Take the checkpoint that the file was made from."
+        )
+    rope_parameters(path, config, rope, {name: tensors[name] for name in FACTOR_TENSORS if name in tensors})
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of the class, where the file names none
+        if isinstance(getattr(config, name, None), int) and getattr(config, name) >= config.vocab_size:
+            setattr(config, name, None)
+    for name in ("quantization_config", "_model_name_or_path", "unk_token_id"):
+        if name in vars(config):
+            delattr(config, name)
+    config._name_or_path = ""
+    return config
+
+
+def _set(config: Any, name: str, value: Any) -> bool:
+    """Put the value of a key into `config`, and return whether it says all that the key says."""
+    if name in _ONLY:
+        return value in _ONLY[name]
+    if name not in _SAME or isinstance(value, list):
+        return False
+    known = [field for field in _SAME[name] if hasattr(config, field)]
+    if not known:
+        return False
+    if getattr(config, known[0]) != value:
+        if known[0] == "num_attention_heads" and name.endswith("_kv"):
+            return False  # groups, in a class without groups
+        setattr(config, known[0], value)
+    return True
+
+
+def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
+    """Return the model with the weights of the file, each of which has landed in it."""
+    import transformers
+
+    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    dtype = _WEIGHT_TYPES.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
+    try:
+        auto: Any = transformers.AutoModelForCausalLM
+        loaded, info = auto.from_pretrained(
+            path.parent, gguf_file=path.name, config=config, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot load the weights of {path} into a causal language model with a "
+            f"{type(config).__name__}: {said_by(error)}. Take the checkpoint that the file was made from."
+        ) from error
+    wrong = {kind: sorted(map(str, info[kind]))[:4] for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+    if wrong:
+        raise CheckpointError(
+            f"the weights in {path} do not fill a {type(loaded).__name__}: {wrong}. Take the checkpoint that the file "
+            "was made from."
+        )
+    in_file = sum(math.prod(map(int, t.shape)) for name, t in tensors.items() if name not in FACTOR_TENSORS)
+    in_model = sum(parameter.numel() for parameter in loaded.parameters())
+    if in_file != in_model:
+        biases = sorted({_kind(name) for name in tensors if name.endswith(".bias")})
+        hint = f" Its biases are {', '.join(biases)}." if biases and not _has_bias(loaded) else ""
+        raise CheckpointError(
+            f"{path} holds {in_file} weights, and the {type(loaded).__name__} that transformers makes of it holds "
+            f"{in_model}: some would be lost.{hint} Take the checkpoint that the file was made from."
+        )
+    return _plain(loaded)
+
+
+def _kind(name: str) -> str:
+    return name.split(".", 2)[-1] if name.startswith("blk.") else name
+
+
+def _has_bias(model: Any) -> bool:
+    return any(name.endswith(".bias") for name, _ in model.named_parameters())
+
+
+def _plain(loaded: Any) -> Any:
+    """Return `loaded` as a model that was never quantized, which can be saved; it shares the weights."""
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    config.dtype = loaded.dtype
+    return model

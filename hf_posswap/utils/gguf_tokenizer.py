@@ -1,0 +1,234 @@
+"""Tokenizers between GGUF files and tokenizer.json: how llama.cpp splits text before byte-pair encoding, by name.
+
+The names and what each splits on are those of llama.cpp's llama-vocab.cpp. A file holds the name alone; transformers'
+reader knows some of them, and takes GPT-2's split for the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.format import said_by
+
+CONTROL, ADDED = 3, 4
+"""gguf.TokenType.CONTROL and USER_DEFINED."""
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+LLAMA3_SPLIT = _WORDS + r"\p{N}{1,3}" + _REST
+QWEN2_SPLIT = _WORDS + r"\p{N}" + _REST
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is split before the merges.
+
+    Attributes:
+        names: as llama.cpp calls it; the first is written.
+        stages: of a tokenizer.json's pre_tokenizer, before the bytes become letters.
+        whole_words: whether a split that is a token is taken whole (`ignore_merges`).
+        begins: whether a text begins with the bos token where the file does not say.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[dict[str, Any], ...]
+    whole_words: bool = False
+    begins: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the pre_tokenizer of a tokenizer.json."""
+        last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        return {"type": "Sequence", "pretokenizers": [*self.stages, last]}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_LLAMA3, _QWEN2 = (_split(LLAMA3_SPLIT),), (_split(QWEN2_SPLIT),)
+PRE_TOKENIZERS = (
+    PreTokenizer(
+        ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
+         "modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+        (_split(GPT2_SPLIT),),
+    ),
+    PreTokenizer(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        (_DIGITS, _split(GPT2_SPLIT)),
+    ),
+    PreTokenizer(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+        _LLAMA3,
+        whole_words=True,
+        begins=True,
+    ),
+    PreTokenizer(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3),
+    PreTokenizer(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN2
+    ),
+)  # fmt: skip
+"""Those whose splits a tokenizer.json expresses."""
+
+PROBES = (
+    "Hello, world! It's 2024: we'll see 12345678 things, I'VE said. DON'T",
+    "a  b   c\t\td \n\n e\r\n\r\nf   \n  g\n",
+    "  leading, trailing   ",
+    "x = [1,2,33,444,5555]; y=3.14159 / 2e10;\n\tif (a<=b) { return 'x'; }",
+    "100 000 and 1,000,000; a1b22c333 v1.2.3 1st 22nd",
+    "Café déjà vu naïve ĳssel Ωmega Привет, мир! 你好，世界。 こんにちは 안녕하세요 हिन्दी עברית ١٢٣ ½ ² Ⅷ ①",
+    "emoji 🙂🙂 👩‍👩‍👧 ok… “quoted” —dash– $5.00 €9 #tag @me __init__ --flag <|x|> ```code```",
+    "\u00a0nbsp\u2003em\u3000wide\u200bzero\u2028line \u0301mark e\u0301",
+    "'s 'S 't's ' s'll 'LL'd're'm ''' ?!?!\n?!\n\n!",
+    "0 1 22 333 4444 55555 666666 7777777  8  99\n10\n\n11",
+)
+"""Texts that the pre-tokenizers split differently."""
+
+
+def recognized(tokenizer: dict[str, Any]) -> PreTokenizer | None:
+    """Return the pre-tokenizer that splits as a tokenizer.json does; None: none of those that are known here.
+
+    What it does is compared, on `PROBES`, and not how it is written.
+    """
+    stages = tokenizer.get("pre_tokenizer")
+    splits = None if stages is None else _splits(stages)
+    if splits is None:
+        return None
+    whole = bool(tokenizer["model"].get("ignore_merges"))
+    same = [each for each in PRE_TOKENIZERS if _splits(each.to_json()) == splits]
+    return next((each for each in same if each.whole_words == whole), None)
+
+
+def _splits(pre_tokenizer: dict[str, Any]) -> list[list[str]] | None:
+    """Return what a pre_tokenizer of a tokenizer.json makes of `PROBES`; None: it cannot be built."""
+    from tokenizers import Tokenizer
+
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    try:
+        built: Any = Tokenizer.from_str(json.dumps({"model": empty, "pre_tokenizer": pre_tokenizer})).pre_tokenizer
+    except Exception:  # tokenizers raises Exception itself
+        return None
+    return [[word for word, _ in built.pre_tokenize_str(text)] for text in PROBES]
+
+
+def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: Any) -> list[str]:
+    """Write the tokenizer of a GGUF file into `folder`, and return sentences about what is not written.
+
+    Args:
+        path: the GGUF file.
+        folder: a folder.
+        fields: the values of the file's keys.
+        config: of the model: its length is the tokenizer's.
+
+    Raises:
+        CheckpointError: its vocabulary is damaged.
+    """
+    kind, name = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
+    alone = "the model is taken without a tokenizer: give its own where one is needed"
+    if kind in ("none", "no_vocab"):
+        return []
+    if kind == "gpt2":
+        chosen = next((each for each in PRE_TOKENIZERS if name in each.names), None)
+        if chosen is None:
+            return [f"its tokenizer splits text as {name!r}, which is not known here; {alone}"]
+        tokenizer = _byte_level(path, fields, chosen)
+    elif kind == "llama" and fields.get("tokenizer.ggml.add_space_prefix", True):
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        except Exception as error:
+            return [f"its tokenizer cannot be read ({said_by(error)}); {alone}"]
+    else:
+        return [f"its tokenizer, of kind {kind!r}, is not one that is read here; {alone}"]
+    length = getattr(config, "max_position_embeddings", None)
+    if length:
+        tokenizer.model_max_length = int(length)
+    tokenizer.save_pretrained(folder)
+    return []
+
+
+def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any:
+    """Return the byte-level byte-pair encoding of a file."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, types = _list(fields, "tokens"), _list(fields, "token_type")
+    merges = [_pair(merge) for merge in _list(fields, "merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    special = {name: _token(tokens, fields.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _SPECIAL.items()}
+    begins = fields.get("tokenizer.ggml.add_bos_token", chosen.begins) and special["bos_token"]
+    ends = fields.get("tokenizer.ggml.add_eos_token", False) and special["eos_token"]
+    if len(vocabulary) != len(tokens) or not tokens:
+        raise CheckpointError(f"{path} has {len(tokens)} tokens, {len(vocabulary)} of them different: it is damaged.")
+    added = [
+        {"id": index, "content": token, "special": types[index] == CONTROL, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for index, token in enumerate(tokens)
+        if index < len(types) and types[index] in (CONTROL, ADDED)
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": chosen.to_json(),
+        "post_processor": _around(begins or None, ends or None, vocabulary),
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": [pair for pair in merges if "".join(pair) in vocabulary],
+            "ignore_merges": chosen.whole_words,
+        },
+    }
+    try:
+        built = Tokenizer.from_str(json.dumps(content))
+    except Exception as error:
+        raise CheckpointError(f"{path} holds a tokenizer that cannot be built: {said_by(error)}") from error
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=built, clean_up_tokenization_spaces=False, **{k: v for k, v in special.items() if v}
+    )
+    tokenizer.chat_template = fields.get("tokenizer.chat_template")
+    return tokenizer
+
+
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    return list(fields.get(f"tokenizer.ggml.{name}") or ())
+
+
+def _pair(merge: str) -> list[str]:
+    """Return the two halves of a merge; the first may begin with a space."""
+    at = merge.find(" ", 1)
+    return [merge[:at], merge[at + 1 :]]
+
+
+def _token(tokens: list[str], index: Any) -> str | None:
+    return tokens[int(index)] if index is not None and int(index) < len(tokens) else None
+
+
+def _around(first: str | None, last: str | None, vocabulary: dict[str, int]) -> dict[str, Any] | None:
+    """Return the post_processor that puts tokens around a text; None: none."""
+    around: Iterable[str] = [token for token in (first, last) if token]
+    if not around:
+        return None
+
+    def surrounded(name: str, number: int) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = [{"SpecialToken": {"id": first, "type_id": number}}] if first else []
+        parts.append({"Sequence": {"id": name, "type_id": number}})
+        return [*parts, {"SpecialToken": {"id": last, "type_id": number}}] if last else parts
+
+    return {
+        "type": "TemplateProcessing",
+        "single": surrounded("A", 0),
+        "pair": surrounded("A", 0) + surrounded("B", 1),
+        "special_tokens": {token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]} for token in around},
+    }
