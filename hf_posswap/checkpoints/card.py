@@ -16,6 +16,7 @@ from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.remote_code import package_version
+from hf_posswap.utils.card_data import card_data, kept_header
 from hf_posswap.utils.untrusted import read_bounded
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def write_card(
     skeleton = on_meta(str(folder), trust_remote_code=trust_remote_code)
     patch = getattr(skeleton, "_posswap", None)
     plan = None if patch is None else patch.plan
-    base, license = origin = _base_and_license(facts, token, online)
+    base, license = origin = _base_and_license(facts, token, online, card_data(folder).get("license"))
     architecture = type(skeleton).__name__
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     numbers, metrics = evaluation(facts.results, None if plan is None else plan.scheme.name, task or "other")
@@ -108,10 +109,17 @@ def write_card(
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def saved_readme(plan: SwapPlan, architecture: str) -> str:
-    """Return the README.md of a saved folder that is not on the Hub: what the model is, and how to load it."""
+def saved_readme(plan: SwapPlan, architecture: str, base: str | None = None) -> str:
+    """Return the README.md of a saved folder that is not on the Hub: what the model is, and how to load it.
+
+    Args:
+        plan: of the swap.
+        architecture: the model's class.
+        base: what the model was loaded from; of a folder, licence and languages are taken over.
+    """
     text = (
-        f"# {architecture} with {plan.scheme.name}\n\n{_opening(plan, None)}\n\n## How to load\n\n"
+        f"{kept_header(base) if base else ''}# {architecture} with {plan.scheme.name}\n\n{_opening(plan, None)}\n\n"
+        "## How to load\n\n"
         f"{_loading(plan, 'path/to/this/folder', architecture)}\n\n`posswap push` and a save with `overwrite=True` "
         "replace this file, unless you edit it.\n"
     )
@@ -150,17 +158,22 @@ def _card_data(
     )
 
 
-def _base_and_license(facts: CardFacts, token: str | None, online: bool) -> tuple[str | None, str | None]:
-    """Return the base model's Hub id and the licence, as far as they are given or the base's card tells them."""
+def _base_and_license(
+    facts: CardFacts, token: str | None, online: bool, kept: str | None
+) -> tuple[str | None, str | None]:
+    """Return the base model's Hub id and the licence, as far as they are given or a card tells them.
+
+    `kept` is the licence that a save took over from the card of the base.
+    """
     local = facts.base is not None and Path(facts.base).is_dir()
     if facts.base is None or not (local or _is_repo_id(facts.base)):
-        return None, facts.license
+        return None, facts.license or kept
     metadata: dict[str, Any] = {}
     if local or (online and facts.license is None):
         metadata = _card_of(facts.base, token, local)
     named = metadata.get("base_model")
     base = (named[0] if isinstance(named, list) and named else named) if local else facts.base
-    return (base if isinstance(base, str) else None), facts.license or metadata.get("license")
+    return (base if isinstance(base, str) else None), facts.license or metadata.get("license") or kept
 
 
 def _is_repo_id(name: str) -> bool:

@@ -96,7 +96,8 @@ def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
     save_with_swap(model, folder)
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
     if patch is not None and not readme.exists():  # that of an adapter is PEFT's
-        readme.write_text(saved_readme(patch.plan, type(unwrap(model)).__name__), encoding="utf-8")
+        inner = unwrap(model)
+        readme.write_text(saved_readme(patch.plan, type(inner).__name__, inner.name_or_path), encoding="utf-8")
     if tokenizer is not None:
         with _reading_as_far(tokenizer, model):
             tokenizer.save_pretrained(folder)

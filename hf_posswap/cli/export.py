@@ -28,6 +28,14 @@ class Target(StrEnum):
     sentence_transformers = "sentence-transformers"
 
 
+class GGUFDtype(StrEnum):
+    """Of the matrices in a GGUF file: see `dtype` in `hf_posswap.checkpoints.exports.export`."""
+
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+
+
 def export(
     model: Model,
     target: Annotated[Target, typer.Option("--target", help="The program.", show_default=False)],
@@ -47,7 +55,16 @@ def export(
         typer.Option(
             "--vocab",
             metavar="FILE",
-            help="For model.gguf: take the vocabulary from this file (convert_hf_to_gguf.py --vocab-only).",
+            help="For model.gguf: take the vocabulary from this GGUF file: the one that the model came from, or what "
+            "convert_hf_to_gguf.py --vocab-only writes.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        GGUFDtype | None,
+        typer.Option(
+            "--dtype",
+            help="For model.gguf: what the matrices become. Default: they stay as they are.",
             show_default=False,
         ),
     ] = None,
@@ -72,6 +89,7 @@ def export(
             target.value,
             None if out is None else expand_home(out),
             vocab=None if vocab is None else expand_home(vocab),
+            dtype=None if dtype is None else dtype.value,
             trust_remote_code=trust_remote_code,
         )
     if json:

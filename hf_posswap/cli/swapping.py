@@ -162,7 +162,8 @@ def patch(
     chosen = make_scheme(scheme)
     folder = checked_target(out, source, overwrite)
     with quiet_library():
-        how, trusted = _how(max_length, site, relative), {TRUST: trust_remote_code}
+        how = _how(max_length, site, relative)
+        trusted: dict[str, Any] = {TRUST: trust_remote_code}
         import hf_posswap
 
         _refuse_early(source, chosen, how | trusted)

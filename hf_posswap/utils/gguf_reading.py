@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.card_data import CARD, header
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.gguf_rope import FACTOR_TENSORS, rope_parameters
 from hf_posswap.utils.gguf_tokenizer import write_tokenizer
@@ -75,7 +76,20 @@ def write_folder(path: Path, folder: Path) -> list[str]:
         config = _config(path, architecture, fields, tensors)
         model = _model(path, config, tensors)
     model.save_pretrained(folder)
+    (folder / CARD).write_text(_card(path, fields), encoding="utf-8")
     return write_tokenizer(path, folder, fields, config)
+
+
+def _card(path: Path, fields: dict[str, Any]) -> str:
+    """Return a model card with the licence and the languages of the file."""
+    keys = {
+        "license": "license",
+        "license_name": "license.name",
+        "license_link": "license.link",
+        "language": "languages",
+    }
+    data = {name: fields[f"general.{key}"] for name, key in keys.items() if fields.get(f"general.{key}")}
+    return f"{header(data)}# {fields.get('general.name', path.stem)}\n\nConverted from {path.name} by hf_posswap.\n"
 
 
 def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Any:

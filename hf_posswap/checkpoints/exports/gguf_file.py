@@ -18,8 +18,11 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError
 from hf_posswap.utils.atomic_io import replacing
+from hf_posswap.utils.card_data import card_data
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+"""What the matrices of a file may be converted to."""
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 
 
@@ -40,7 +43,9 @@ class GGUFFile:
     compared: str
 
 
-def write_gguf(source: Path, out: Path, position_config: PositionConfig, vocab: Path | None) -> GGUFFile:
+def write_gguf(
+    source: Path, out: Path, position_config: PositionConfig, vocab: Path | None, dtype: str | None = None
+) -> GGUFFile:
     """Write the stock checkpoint in `source` to the GGUF file `out`, whole or not at all.
 
     Where llama-cpp-python is installed, llama.cpp runs the file before it is put in place.
@@ -50,6 +55,7 @@ def write_gguf(source: Path, out: Path, position_config: PositionConfig, vocab: 
         out: a new file, which ends in .gguf.
         position_config: the mechanism.
         vocab: a GGUF file with the vocabulary; None takes the checkpoint's tokenizer.
+        dtype: of the matrices, a key of `DTYPES`; None: that of the checkpoint. Vectors are float32.
 
     Raises:
         MissingDependencyError: the extra `gguf` is not installed.
@@ -64,18 +70,33 @@ def write_gguf(source: Path, out: Path, position_config: PositionConfig, vocab: 
     if os.path.lexists(out):
         raise CheckpointError(f"{out} already exists: give a new file name.")
     model: Any = load(source)
+    if dtype is not None:
+        _round(model, DTYPES[dtype], source)
     contents = contents_of(model, position_config)
-    weight_type = _TYPES.get(model.dtype)
+    weight_type = _TYPES.get(model.dtype if dtype is None else DTYPES[dtype])
     if weight_type is None:
-        raise CheckpointError(
-            f"{source} holds weights of type {model.dtype}: convert them to float32, float16 or bfloat16."
-        )
+        raise CheckpointError(f"{source} holds weights of type {model.dtype}: give --dtype f32, f16 or bf16.")
     with replacing(out) as temporary:
         vocabulary = _write(temporary, model.config, contents, position_config, weight_type, source, vocab)
         compared = ran_alike(
             model, temporary, position_config, "F16" if contents.loose and weight_type == "F32" else weight_type
         )
     return GGUFFile(out, weight_type, vocabulary, compared)
+
+
+def _round(model: Any, dtype: torch.dtype, source: Path) -> None:
+    """Round the matrices of `model` to what `dtype` holds, so that the file is compared with what it can be."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() < 2:
+                continue
+            rounded = weight.to(dtype)
+            if not torch.equal(rounded.isfinite(), weight.isfinite()):
+                raise CheckpointError(
+                    f"{source} has values in {name} beyond the largest of {str(dtype).removeprefix('torch.')}: give "
+                    "--dtype bf16 or f32."
+                )
+            weight.copy_(rounded)
 
 
 def _write(
@@ -94,6 +115,7 @@ def _write(
     name = contents.architecture
     try:
         writer.add_name(os.fsencode(source.resolve().name).decode(errors="replace"))  # its bytes, in any locale
+        _add_card(writer, source)
         writer.add_file_type(_FILE_TYPES[weight_type])
         width = None if position_config.kind != "rope" else _rotated(config, position_config)
         metadata = gguf_metadata(position_config, width)
@@ -121,6 +143,17 @@ def _write(
     finally:
         writer.close()
     return vocabulary
+
+
+def _add_card(writer: Any, source: Path) -> None:
+    """Add the licence and the languages that the README.md of the checkpoint names."""
+    card = card_data(source)
+    if isinstance(license := card.get("license"), str):
+        writer.add_license(license)
+    languages = card.get("language")
+    languages = [languages] if isinstance(languages, str) else languages
+    if isinstance(languages, list) and languages and all(isinstance(each, str) for each in languages):
+        writer.add_languages(languages)
 
 
 def _rotated(config: Any, position_config: PositionConfig) -> int:

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: from a GPT-2 tokenizer, from another GGUF file, or none."""
+"""The vocabulary of a GGUF file: from a byte-level BPE, from another GGUF file, or none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 from hf_posswap.errors import CheckpointError, UnsupportedModelError
 from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.format import said_by
+from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
 from hf_posswap.utils.untrusted import read_bounded_json
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 """Files of tokenizers of other kinds."""
-_MORE = ("dropout", "ignore_merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of a byte-pair encoding that GPT-2's does not have."""
+_MORE = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a byte-pair encoding that llama.cpp does not have."""
 _STRICTER = ("lstrip", "rstrip", "single_word")
 """Settings of an added token that strip spaces or match whole words: llama.cpp ignores them."""
 
@@ -42,17 +44,17 @@ def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> 
         writer.add_tokenizer_model("none")
         return "none: the checkpoint has no tokenizer.json, so llama.cpp takes token numbers alone"
     tokenizer = _read(path)
-    if not _is_gpt2_kind(tokenizer):
-        raise UnsupportedModelError(
-            f"the tokenizer of {source} is not a GPT-2 tokenizer: only llama.cpp's converter knows its name there. "
-            f"{_ask(source)}"
-        )
-    _add_gpt2(writer, tokenizer, source, size)
-    return "byte-level BPE as GPT-2 has it, from tokenizer.json"
+    chosen = _chosen(tokenizer, source)
+    _add_byte_level(writer, tokenizer, chosen, source, size)
+    normalizer = " (llama.cpp does not compose letters, NFC, as this tokenizer does)" if _composes(tokenizer) else ""
+    return f"byte-level BPE with the splits of {chosen.names[0]}, from tokenizer.json{normalizer}"
 
 
 def _ask(source: Path) -> str:
-    return f"Run convert_hf_to_gguf.py {source} --vocab-only --outfile vocab.gguf, and give --vocab vocab.gguf."
+    return (
+        "Give --vocab another GGUF file of the same model, which has the vocabulary. Or run convert_hf_to_gguf.py "
+        f"{source} --vocab-only --outfile vocab.gguf, and give --vocab vocab.gguf."
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -65,21 +67,64 @@ def _read(path: Path) -> dict[str, Any]:
     return tokenizer
 
 
-def _is_gpt2_kind(tokenizer: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json is a byte-level BPE that splits words by GPT-2's expression, and does no more."""
-    split, model = tokenizer.get("pre_tokenizer") or {}, tokenizer["model"]
-    return (
-        model.get("type") == "BPE"
-        and not any(model.get(name) for name in _MORE)
-        and not any(each.get(name) for each in tokenizer.get("added_tokens", []) for name in _STRICTER)
-        and tokenizer.get("normalizer") is None
-        and split.get("type") == "ByteLevel"
-        and split.get("use_regex", True)
-        and not split.get("add_prefix_space", False)
-    )
+def _chosen(tokenizer: dict[str, Any], source: Path) -> PreTokenizer:
+    """Return how llama.cpp splits text as a tokenizer.json does, which does nothing else that llama.cpp does not.
+
+    Raises:
+        UnsupportedModelError: it does; or it splits text in no way that is known here.
+    """
+    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
+    found = None
+    if model.get("type") != "BPE":
+        reason = f"is of kind {model.get('type')}, and only byte-level BPE is written here"
+    elif settings := [name for name in _MORE if model.get(name)]:
+        reason = f"has {', '.join(settings)}, which llama.cpp does not have"
+    elif strict := [each.get("content") for each in added if any(map(each.get, _STRICTER))]:
+        reason = (
+            f"has added tokens such as {strict[0]!r} that strip spaces or match whole words, which llama.cpp ignores"
+        )
+    elif tokenizer.get("normalizer") is not None and not _composes(tokenizer):
+        reason = f"normalizes text ({tokenizer['normalizer'].get('type')}), which llama.cpp does not"
+    else:
+        found = recognized(tokenizer)
+        kinds = ", ".join(each.names[0] for each in PRE_TOKENIZERS)
+        reason = f"splits text as none of {kinds} does: only llama.cpp's converter may know its name there"
+    if found is None:
+        raise UnsupportedModelError(f"the tokenizer of {source} {reason}. {_ask(source)}")
+    return found
 
 
-def _add_gpt2(writer: Any, tokenizer: dict[str, Any], source: Path, size: int) -> None:
+def _composes(tokenizer: dict[str, Any]) -> bool:
+    """Return whether all that a tokenizer.json normalizes is NFC, which leaves nearly every text as it is."""
+    normalizer = tokenizer.get("normalizer") or {}
+    return [each.get("type") for each in normalizer.get("normalizers", [normalizer])] == ["NFC"]
+
+
+def _around(source: Path, special: dict[str, int]) -> dict[str, bool]:
+    """Return whether the tokenizer puts bos before a text, and eos behind it.
+
+    Raises:
+        UnsupportedModelError: it puts other tokens there.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CheckpointError(f"cannot read {source / 'tokenizer.json'}: {said_by(error)}") from error
+    inner = tokenizer.encode("a", add_special_tokens=False).ids
+    ids = tokenizer.encode("a").ids
+    first = ids.index(inner[0]) if inner and inner[0] in ids else 0
+    before, behind = ids[:first], ids[first + len(inner) :]
+    if before not in ([], [special.get("bos")]) or behind not in ([], [special.get("eos")]):
+        raise UnsupportedModelError(
+            f"the tokenizer of {source} puts the tokens {before} before a text and {behind} behind it, and llama.cpp "
+            f"bos and eos alone. {_ask(source)}"
+        )
+    return {"bos": bool(before), "eos": bool(behind)}
+
+
+def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer, source: Path, size: int) -> None:
     import gguf
 
     names: dict[int, str] = {index: token for token, index in tokenizer["model"]["vocab"].items()}
@@ -92,11 +137,13 @@ def _add_gpt2(writer: Any, tokenizer: dict[str, Any], source: Path, size: int) -
             "tokenizer and the weights of one checkpoint."
         )
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(chosen.names[0])
     writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
     token_types = dict.fromkeys(names, _NORMAL) | dict.fromkeys(added, _ADDED) | dict.fromkeys(special, _CONTROL)
     writer.add_token_types([token_types.get(i, _UNUSED) for i in range(size)])
-    gguf.SpecialVocab(source, load_merges=True, n_vocab=size).add_to_gguf(writer)
+    vocabulary = gguf.SpecialVocab(source, load_merges=True, n_vocab=size)
+    vocabulary.add_special_token |= _around(source, vocabulary.special_token_ids)
+    vocabulary.add_to_gguf(writer)
 
 
 def _copied(writer: Any, vocab: Path, size: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.checkpoints.exports.claims_table import filled
-from hf_posswap.checkpoints.exports.gguf_file import GGUFFile, write_gguf
+from hf_posswap.checkpoints.exports.gguf_file import DTYPES, GGUFFile, write_gguf
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
@@ -94,6 +94,7 @@ def export(
     out: str | Path | None = None,
     *,
     vocab: str | Path | None = None,
+    dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> Export:
     """Return what the program `target` makes of the positions of a checkpoint, and write it as the program wants it.
@@ -111,12 +112,14 @@ def export(
             installed, llama.cpp runs it and its outputs are compared before it is there. For onnx a new file that ends
             in .onnx (extra `onnx`), for torch one that ends in .pt2 (a program of torch.export): the model as a graph,
             whatever its mechanism, for any batch and length; it is run and compared before it is there.
-        vocab: for a .gguf file, another one that has the vocabulary; needed where the tokenizer is not of GPT-2's kind.
+        vocab: for a .gguf file, another one that has the vocabulary; needed where the tokenizer is not a byte-level BPE
+            that is known here (GPT-2, SmolLM2, Llama 3, Qwen2 and their like).
+        dtype: for a .gguf file, "f32", "f16" or "bf16": what the matrices become; None: they stay as they are.
         trust_remote_code: run code that the checkpoint brings, where its config needs that.
 
     Raises:
         UnknownNameError: no such target.
-        OptionError: `out` is not what the program takes, or `vocab` is for another one than llama.cpp.
+        OptionError: `out` is not what the program takes, or `vocab` or `dtype` is for another one than llama.cpp.
         UnsupportedSwapError: `out` was given and the verdict is "impossible", or that kind of `out` cannot hold it, or
             torch cannot make a graph of the model.
         CheckpointError: the checkpoint cannot be read, or `out` not be written.
@@ -138,7 +141,7 @@ def export(
     source = checkpoint_of(source)
     out_path = None if out is None else Path(out)
     is_file = out_path is not None and out_path.suffix in FILES.values()
-    _check_options(target, out_path, vocab)
+    _check_options(target, out_path, vocab, dtype)
     if out_path is not None:
         _check_places(Path(source), out_path, is_file)
     config = read_config(source, trust_remote_code=trust_remote_code)
@@ -166,7 +169,8 @@ def export(
                 write_graph(Path(source), out_path, position_config, trust_remote_code=trust_remote_code)
             )
         elif is_file:
-            notes = _notes(write_gguf(Path(source), out_path, position_config, None if vocab is None else Path(vocab)))
+            vocab_path = None if vocab is None else Path(vocab)
+            notes = _notes(write_gguf(Path(source), out_path, position_config, vocab_path, dtype))
         else:
             _write(Path(source), out_path, wanted_json)
     command = filled(judgement.claim.command, position_config, str(source if out_path is None or is_file else out_path))
@@ -178,8 +182,8 @@ def export(
     )
 
 
-def _check_options(target: str, out: Path | None, vocab: str | Path | None) -> None:
-    """Raise an OptionError where the program does not take `out`, or `vocab` has no use."""
+def _check_options(target: str, out: Path | None, vocab: str | Path | None, dtype: str | None) -> None:
+    """Raise an OptionError where the program does not take `out`, or `vocab` or `dtype` has no use."""
     suffix = None if out is None else out.suffix
     owner = next((name for name, ending in FILES.items() if ending == suffix), None)
     if owner not in (None, target):
@@ -190,6 +194,13 @@ def _check_options(target: str, out: Path | None, vocab: str | Path | None) -> N
         raise OptionError(f"{target} takes {_wanted_out(target)}: a vocabulary is llama.cpp's (llamacpp).")
     if vocab is not None and suffix != FILES["llamacpp"]:
         raise OptionError(f"a vocabulary goes into a {FILES['llamacpp']} file: give out the name of one.")
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype is {', '.join(DTYPES)}, got {dtype!r}.")
+    if dtype is not None and suffix != FILES["llamacpp"]:
+        raise OptionError(
+            f"dtype is of a {FILES['llamacpp']} file: give out the name of one. Other targets keep the weights as they "
+            "are."
+        )
 
 
 def _wanted_out(target: str) -> str:
