@@ -38,7 +38,7 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
             `import hf_posswap`.
         folder: where to; its parents are made.
         tokenizer: saved with the model; where it truncates texts at the model's length before the swap, the saved
-            one truncates at the swap's length.
+            one truncates at the swap's length. The same holds for `max_length` of the model's generation_config.
         overwrite: replace a folder in which everything is as a save wrote it. Files that were added or edited are never
             deleted: they are named, and nothing changes.
 
@@ -93,29 +93,29 @@ def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
 
 def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
     """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
-    save_with_swap(model, folder)
+    with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
+        save_with_swap(model, folder)
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
     if patch is not None and not readme.exists():  # that of an adapter is PEFT's
         inner = unwrap(model)
         readme.write_text(saved_readme(patch.plan, type(inner).__name__, inner.name_or_path), encoding="utf-8")
     if tokenizer is not None:
-        with _reading_as_far(tokenizer, model):
+        with _of_new_length(getattr(tokenizer, "tokenizer", tokenizer), "model_max_length", model):
             tokenizer.save_pretrained(folder)
 
 
 @contextmanager
-def _reading_as_far(tokenizer: Any, model: Any) -> Iterator[None]:
-    """Make `tokenizer`, or that of a processor, truncate at the swapped `model`'s length inside the block."""
-    text_tokenizer, patch = getattr(tokenizer, "tokenizer", tokenizer), getattr(unwrap(model), "_posswap", None)
-    before = getattr(text_tokenizer, "model_max_length", None)
+def _of_new_length(holder: Any, name: str, model: Any) -> Iterator[None]:
+    """Inside the block, make the length `name` of `holder` that of the swapped `model`, where it was its old one."""
+    patch, before = getattr(unwrap(model), "_posswap", None), getattr(holder, name, None)
     if patch is None or patch.plan.max_length is None or before != patch.plan.sites.geometry.original_length:
         yield
         return
-    text_tokenizer.model_max_length = patch.plan.max_length
+    setattr(holder, name, patch.plan.max_length)
     try:
         yield
     finally:
-        text_tokenizer.model_max_length = before
+        setattr(holder, name, before)
 
 
 def refuse_to_replace(folder: Path, overwrite: bool) -> State:

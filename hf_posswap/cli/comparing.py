@@ -32,6 +32,7 @@ from hf_posswap.cli.evaluating import (
     progress,
     requested_text,
     show_evaluation,
+    telling_what_is_kept,
 )
 from hf_posswap.cli.output import quiet_library
 from hf_posswap.cli.scheme_command import refuse_other_ways
@@ -95,7 +96,7 @@ def compare(
     """
     chosen = parse_candidates(models, max_length, baseline)
     documents_source = requested_text(text)
-    with quiet_library():
+    with quiet_library(), telling_what_is_kept(out):
         from hf_posswap.comparison import compare as run
 
         evaluation = run(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +15,11 @@ import typer
 
 from hf_posswap.cli.arguments import GGUFFile, Json, Model, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.completing import scheme_names
+from hf_posswap.cli.outcome import was_interrupted
 from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_text
 from hf_posswap.errors import OptionError
+from hf_posswap.utils.printable import printable
+from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap.comparison import EvalSettings, Evaluation
@@ -131,7 +137,7 @@ def evaluate(
     source, base_source = source_of(model, gguf_file), None if baseline is None else source_of(baseline)
     chosen = None if scheme is None else make_scheme(scheme)
     documents_source = requested_text(text)
-    with quiet_library():
+    with quiet_library(), telling_what_is_kept(out):
         from hf_posswap.comparison import Candidate, compare
 
         settings = eval_settings(lengths, metrics, documents, trials, margin, key_spans, seed)
@@ -150,6 +156,35 @@ def evaluate(
             **placing(device, dtype),
         )
     show_evaluation(evaluation, json)
+
+
+@contextmanager
+def telling_what_is_kept(out: Path | None) -> Iterator[None]:
+    """After Ctrl-C inside the block, print on stderr what is kept and how to resume, on the main process.
+
+    Args:
+        out: the folder of --out; None: there is none.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if (isinstance(error, KeyboardInterrupt) or was_interrupted()) and os.environ.get("RANK", "0") == "0":
+            typer.echo(printable(_kept_note(None if out is None else expand_home(out))), err=True)
+        raise
+
+
+def _kept_note(folder: Path | None) -> str:
+    from hf_posswap.evaluation.store import units_in
+
+    if folder is None:
+        return (
+            "Interrupted: nothing is kept, because --out DIR was not given. With it, finished units are kept there, "
+            "and the same command resumes from them."
+        )
+    count = units_in(folder)
+    if not count:
+        return "Interrupted: no unit was finished yet, and the same command starts again."
+    return f"Interrupted. {count} finished units are kept in {folder}: the same command resumes from them."
 
 
 def requested_text(text: list[Path] | None) -> list[Path] | None:

@@ -57,7 +57,7 @@ def _retrieval(work: Work, length: int) -> Unit:
         "kind": "passkey",
         "pooling": "mean",
     }
-    ids = [*special_frame(work.tokenizer), work.tokenizer(FILLER)["input_ids"]]
+    ids = [*special_frame(work.tokenizer), work.tokenizer(FILLER, verbose=False)["input_ids"]]
     return Unit(
         {"metric": "retrieval", **options},
         {"length": length, "tokenizer": unit_key({"ids": ids})},

@@ -111,7 +111,7 @@ class PasskeyTask:
         return combined[:prefix], combined[prefix:]
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def passkey_grid(

@@ -181,7 +181,7 @@ def ruler_prompt(
     task_text = TASKS[task](random)
 
     def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     fact_ids, question = [encode(fact) for fact in task_text.pieces], encode("\n" + task_text.question)

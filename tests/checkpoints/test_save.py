@@ -362,6 +362,20 @@ def test_the_saved_tokenizer_reads_as_far_as_the_swapped_model(
     assert AutoTokenizer.from_pretrained(plain).model_max_length == before
 
 
+@pytest.mark.parametrize(("before", "saved"), [(16, 32), (12, 12)])
+def test_the_saved_generation_ends_where_the_swapped_model_does(
+    model: Any, tmp_path: Path, before: int, saved: int
+) -> None:
+    from transformers import GenerationConfig
+
+    model.generation_config.max_length = before
+    folder = hf_posswap.save(model, tmp_path / "model")
+    assert GenerationConfig.from_pretrained(folder).max_length == saved
+    assert model.generation_config.max_length == before
+    plain = hf_posswap.save(hf_posswap.unpatch_model(model), tmp_path / "plain")
+    assert GenerationConfig.from_pretrained(plain).max_length == before
+
+
 def test_a_file_is_no_folder(model: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     with pytest.raises(CheckpointError, match="is a file; give a folder"):

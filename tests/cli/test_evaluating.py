@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +23,7 @@ from hf_posswap.cli import app
 from hf_posswap.cli.comparing import parse_candidates
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.training import byte_tokenizer
-from tests.cli.conftest import Posswap
+from tests.cli.conftest import ROOT, Posswap
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +75,36 @@ def test_what_is_wrong_is_one_line(tiny: Path, arguments: list[str], code: int, 
     assert done.exit_code == code, done.stderr
     assert message in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_is_kept_and_how_to_resume(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": f"text {i} " * 99}) + "\n" for i in range(2)))
+    text = ("--text", tmp_path / "texts.jsonl", "--column", "body", "--lengths", "16,512")
+    many = ("--trials", "2000", "--metrics", "ppl_prefix,passkey")
+    out, heard = tmp_path / "out", tmp_path / "stderr"
+    lines = out / "per_doc.jsonl"
+
+    def interrupted(command: list[Any], when: Callable[[], bool]) -> str:
+        with subprocess.Popen(
+            [sys.executable, "-m", "hf_posswap", *map(str, command)], env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True, start_new_session=True, stdout=subprocess.DEVNULL, stderr=heard.open("w"),
+        ) as process:  # fmt: skip
+            deadline = time.monotonic() + 120
+            while not when() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130, heard.read_text()
+        return " ".join(heard.read_text().split())
+
+    command = ["eval", tiny, "rope", *text, *many, "-o", out]
+    told = interrupted(command, lambda: lines.is_file() and lines.stat().st_size > 0)
+    found = re.search(r"Interrupted\. (\d+) finished units are kept in (\S+): the same command resumes", told)
+    assert found is not None, told
+    assert (int(found[1]), found[2]) == (lines.read_bytes().count(b"\n"), str(out))
+    heard.unlink()
+    told = interrupted(["compare", tiny, "+rope", *text, *many], lambda: "not measured" in heard.read_text())
+    assert "Interrupted: nothing is kept, because --out DIR was not given" in told
 
 
 def test_compare_puts_schemes_into_one_model(posswap: Posswap, tiny: Path) -> None:

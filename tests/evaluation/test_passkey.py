@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedT
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import PasskeyTask, Scorer, passkey_grid
 from hf_posswap.evaluation.passkey import FILLER, HEADER, NEEDLE, QUESTION
+from hf_posswap.evaluation.ruler_lite import ruler_prompt
 from hf_posswap.training import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -35,6 +39,28 @@ def test_a_prompt_has_its_length_and_reads_as_the_papers_does(length: int, depth
     room = len(text) - len(HEADER) - len(needle) - len(QUESTION) - len(f" {key}")
     assert before == round(depth * room)
     assert (FILLER * 99).startswith(text[len(HEADER) : len(HEADER) + before])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tokenizer: PasskeyTask(tokenizer).prompt(length=900, depth=0.5, key=7),
+        lambda tokenizer: ruler_prompt(tokenizer, "niah_single", length=900),
+    ],
+)
+def test_a_tokenizer_is_not_heard_on_texts_that_are_longer_than_its_window(
+    make: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 16
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        make(tokenizer)
+        assert "longer than the specified maximum" not in caplog.text
+        tokenizer("a text of more than 16 tokens, by itself")
+        assert "longer than the specified maximum" in caplog.text
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
 
 
 def test_the_shortest_prompt_is_the_shortest_and_the_header_makes_it_longer() -> None:

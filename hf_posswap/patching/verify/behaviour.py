@@ -78,4 +78,6 @@ def _difference(
         )
     if expected == "different" and moved == 0:
         raise NoEffectSeen(f"{named}: the {outputs} are those of the unswapped model: nothing took effect.")
-    return f"its {outputs} are {moved:.3g} away" + (", as they should be: an identity" if expected == "same" else "")
+    if expected == "same":
+        return f"its {outputs} are {moved:.3g} away, as they should be: an identity"
+    return f"its {outputs}, of standard deviation {float(native.std()):.3g}, are up to {moved:.3g} away"

@@ -237,7 +237,8 @@ def load_model(recipe: Recipe) -> Any:
     options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
     if settings.attention is not None:
         options["attn_implementation"] = settings.attention
-    return load(settings.source, **{TRUST: settings.trust_remote_code}, **_revision(recipe), **options)
+    options |= {TRUST: settings.trust_remote_code} | _revision(recipe)
+    return load(settings.source, **options)
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> Any:

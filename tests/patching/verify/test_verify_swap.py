@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,17 @@ def test_the_report_names_each_check_and_what_was_found() -> None:
     report = verify_swap(model)
     assert "0 away, as they should be: an identity" in report.checks["unswapped model"]
     assert all(line.startswith("ok  ") for line in str(report).splitlines())
+
+
+def test_how_far_the_outputs_moved_stands_beside_how_far_they_spread() -> None:
+    model = build("llama")
+    patch_model(model, "yarn", factor=4.0)
+    text = verify_swap(model).checks["unswapped model"]
+    found = re.fullmatch(r"its logits, of standard deviation (\S+), are up to (\S+) away", text)
+    assert found is not None, text
+    spread, moved = map(float, found.groups())
+    assert 0 < spread < moved < 20 * spread  # a largest difference of thousands of values of that spread
+    assert spread == pytest.approx(float(logits(build("llama"), words(2, LENGTH)).std()), rel=0.3)
 
 
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
