@@ -45,6 +45,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth", "reference"),
 }
 """Keys that change nothing at these values."""
+_LARGEST = {("gemma2", 46), ("gemma3", 62)}
+"""Architectures and layers of the models of 27 B, whose scores llama.cpp divides by another number."""
+ARCHITECTURES = ("llama", "gpt2", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm")
+"""Those for which a test holds transformers' reading against the model that was written."""
 _WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -71,6 +75,12 @@ def write_folder(path: Path, folder: Path) -> list[str]:
         raise CheckpointError(
             f"{path} is one of {fields['split.count']} parts of a model. Merge them: llama-gguf-split --merge "
             f"{path.name} merged.gguf"
+        )
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path} is of architecture {architecture!r}, and GGUF files are read here of {', '.join(ARCHITECTURES)}: "
+            "of others it is not proved that transformers reads them rightly. Take the checkpoint that the file was "
+            "made from."
         )
     with PROCESS, quiet_logger("transformers", logging.ERROR):  # it changes the default dtype of the process meanwhile
         config = _config(path, architecture, fields, tensors)
@@ -119,6 +129,13 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
         raise CheckpointError(
             f"{path} says {told}, which is in no field of a {type(config).__name__}, so that the model would compute "
             "something else. Take the checkpoint that the file was made from."
+        )
+    if hasattr(config, "sliding_window") and keys.get("attention.sliding_window") is None:
+        config.sliding_window = None  # llama.cpp then has none, whatever the default of the class
+    if hasattr(config, "query_pre_attn_scalar"):  # no key says it
+        width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = (
+            width if (architecture, config.num_hidden_layers) in _LARGEST else config.head_dim
         )
     rope_parameters(path, config, rope, {name: tensors[name] for name in FACTOR_TENSORS if name in tensors})
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of the class, where the file names none

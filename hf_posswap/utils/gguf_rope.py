@@ -35,10 +35,10 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
             raise _refusal(path, config, sorted([*keys, *tensors]), "which has no rotation")
         return
     sets = [value for value in current.values() if isinstance(value, dict)]
-    theta = float(keys.pop("rope.freq_base", _DEFAULT_THETA))
     if sets:
-        _of_layer_types(path, config, current, theta, keys, tensors)
+        _of_layer_types(path, config, current, keys, tensors)
         return
+    theta = float(keys.pop("rope.freq_base", _DEFAULT_THETA))
     rope: dict[str, Any] = {"rope_theta": theta}
     width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     turned = int(keys.pop("rope.dimension_count", width))
@@ -53,21 +53,37 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
     if keys:
         raise _refusal(path, config, sorted(keys), "in which they have no place")
     config.rope_parameters = rope
+    if hasattr(config, "original_max_position_embeddings"):  # of Phi-3, where it goes before that of rope_parameters
+        config.original_max_position_embeddings = rope.get(
+            "original_max_position_embeddings", config.max_position_embeddings
+        )
 
 
 def _of_layer_types(
-    path: Path, config: Any, current: dict[str, Any], theta: float, keys: dict[str, Any], tensors: dict[str, Any]
+    path: Path, config: Any, current: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    """Take the base of each type of layers; whatever scales one of them is refused."""
-    bases = {"full_attention": theta, "sliding_attention": keys.pop("rope.freq_base_swa", None)}
+    """Take the base of each type of layers; a linear scale is that of full attention, as llama.cpp has it."""
+    bases = {
+        "full_attention": keys.pop("rope.freq_base", None),
+        "sliding_attention": keys.pop("rope.freq_base_swa", None),
+    }
     keys.pop("rope.dimension_count", None)
-    if keys.get("rope.scaling.type") == "none":
-        keys.clear()
-    if keys or tensors or "full_attention" not in current:
-        raise _refusal(path, config, sorted([*keys, *tensors]), "where each type of layers rotates in its own way")
+    factor = float(keys.pop("rope.scaling.factor", None) or 1.0)
+    kind = keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    if (
+        keys
+        or tensors
+        or "full_attention" not in current
+        or kind not in ("linear", "none")
+        or not bases["full_attention"]
+    ):
+        names = sorted([*keys, *tensors]) or [f"rope.scaling.type {kind}, rope.freq_base {bases['full_attention']}"]
+        raise _refusal(path, config, names, "where each type of layers rotates in its own way")
     for name, base in bases.items():
         if base is not None and name in current:
             current[name]["rope_theta"] = float(base)
+    if kind == "linear" and factor != 1.0:
+        current["full_attention"] |= {"rope_type": "linear", "factor": factor}
 
 
 def _scaling(

@@ -6,6 +6,7 @@ was written, that of the splits llama.cpp's expressions, run by the `regex` pack
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import gguf
 import pytest
 import regex
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -32,6 +34,7 @@ from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionErr
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils import gguf_source
 from hf_posswap.utils.card_data import card_data
+from hf_posswap.utils.gguf_reading import ARCHITECTURES
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PROBES
 from tests.contract.models import build
@@ -160,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "factors of another width": ({}, {"rope_freqs.weight": [1.0] * 4}, r"rope_freqs.weight, .* 8 pairs of a head"),
     "one list": ({}, {"rope_factors_long.weight": [1.0] * 8}, r"rope_factors_long.weight, .*in this combination"),
     "a bias": ({}, {"blk.0.attn_q.bias": [1.0] * 64}, r"some would be lost. Its biases are attn_q.bias"),
-    "an architecture": ({"general.architecture": "rwkv6"}, {}, r"cannot read .* of architecture 'rwkv6'"),
+    "an architecture": ({"general.architecture": "rwkv6"}, {}, r"is of architecture 'rwkv6', and GGUF files are read"),
     "a part": ({"split.count": 3}, {}, r"is one of 3 parts of a model. Merge them: llama-gguf-split --merge"),
 }
 
@@ -172,6 +175,110 @@ def test_what_transformers_would_lose_is_refused(case: str, tmp_path: Path, cach
     with pytest.raises(CheckpointError, match=message):
         hf_posswap.load(edited(path, tmp_path / "changed.gguf", changes, tensors))
     assert not list(cache.rglob("*.safetensors"))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5e4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e4, "original_max_position_embeddings": 16}
+SHORT, LONG = [1.0, 1.5] * 4, [2.0, 3.0] * 4
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 5e4, "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.25,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+ORIGINAL = "rope.scaling.original_context_length"
+RMS = {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 5e4}
+NORM = {"attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 5e4}
+WIDE = {"attention.key_length": 32, "attention.value_length": 32}
+GEMMA = WIDE | {"attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 16}
+CAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+RMS_CONFIG = {"rms_norm_eps": 1e-5, "rope_parameters": ROPE}
+GEMMA_CONFIG = {"head_dim": 32, "rms_norm_eps": 1e-5, "sliding_window": 16, "query_pre_attn_scalar": 32}
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+ARCHITECTURE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2": ("Qwen2", RMS_CONFIG, RMS, {}),
+    "qwen2, yarn": (
+        "Qwen2",
+        RMS_CONFIG | {"rope_parameters": YARN},
+        RMS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, ORIGINAL: 16},
+        {},
+    ),
+    "qwen3": ("Qwen3", RMS_CONFIG | {"head_dim": 32}, RMS | WIDE, {}),
+    "gemma2": ("Gemma2", GEMMA_CONFIG | CAPS, GEMMA | CAPS, {}),
+    "gemma3": ("Gemma3", GEMMA_CONFIG, GEMMA | {"rope.freq_base": 1e6}, {}),
+    "gemma3, linear": (
+        "Gemma3",
+        GEMMA_CONFIG | {"num_hidden_layers": 6, "rope_parameters": BY_LAYER},
+        GEMMA | {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        {},
+    ),
+    "phi3": (
+        "Phi3",
+        RMS_CONFIG | {"sliding_window": 16},
+        RMS | {"rope.dimension_count": 16, "attention.sliding_window": 16},
+        {},
+    ),
+    "phi3, longrope": (
+        "Phi3",
+        RMS_CONFIG | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+        RMS | {"rope.dimension_count": 16, ORIGINAL: 16, "rope.scaling.attn_factor": 1.25},
+        {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG},
+    ),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-5, "rope_parameters": ROPE}, NORM, {}),
+    "stablelm": (
+        "StableLm",
+        {"layer_norm_eps": 1e-5, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        NORM | {"rope.dimension_count": 8, "use_parallel_residual": False},
+        {},
+    ),
+}
+"""The class, fields of its config, and keys and tensors as llama.cpp's converter writes them of it."""
+
+
+@pytest.mark.parametrize("case", list(ARCHITECTURE_CASES))
+def test_each_architecture_is_read_with_all_that_its_keys_say(case: str, tmp_path: Path) -> None:
+    name, fields, keys, tensors = ARCHITECTURE_CASES[case]
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": None,
+        "pad_token_id": 1,
+    }  # fmt: skip
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = config_class(**sizes | copy.deepcopy(fields))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    architecture, layers = case.partition(",")[0], config.num_hidden_layers
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    shape = {
+        "context_length": 64, "embedding_length": 64, "block_count": layers, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 97,
+    }  # fmt: skip
+    kinds: dict[type, Any] = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string
+    }  # fmt: skip
+    for key, value in (shape | keys).items():
+        kinds[type(value)](f"{architecture}.{key}", value)
+    known = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(known, layers)
+    for old, weight in model.state_dict().items():
+        if not (config.tie_word_embeddings and old == "lm_head.weight"):
+            moved = weight + 1.0 if "gemma" in case and "norm" in old else weight
+            writer.add_tensor(names.get_name(old, try_suffixes=(".weight", ".bias")), moved.contiguous().numpy())
+    for new, values in tensors.items():
+        writer.add_tensor(new, torch.tensor(values).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = gap(model, hf_posswap.load(tmp_path / "m.gguf"))
+    assert found == 0 if "gemma" not in case else found < 1e-4  # norms + 1 - 1 are rounded
+
+
+def test_every_architecture_that_is_read_has_its_proof() -> None:
+    assert {case.partition(",")[0] for case in ARCHITECTURE_CASES} | {"llama", "gpt2"} == set(ARCHITECTURES)
 
 
 def test_a_qwen2_that_was_written_as_a_llama_is_refused_for_its_biases(tmp_path: Path) -> None:
