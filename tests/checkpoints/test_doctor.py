@@ -172,6 +172,44 @@ def test_the_traps_are_real(tmp_path: Path) -> None:
     assert narrow.model.rotary_emb.inv_freq.shape == (8,)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rope_theta": None}, "rope_theta is null: transformers computes no angles from it"),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta is null: "),
+        ({"rope_theta": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "is null at the top of the config: "),
+    ],
+)
+def test_a_null_theta_is_named_and_not_the_error_that_follows(
+    values: dict[str, Any], said: str, llama: Path, tmp_path: Path
+) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(TypeError):  # what transformers says
+        LlamaForCausalLM.from_pretrained(llama, config=LlamaConfig.from_pretrained(tmp_path))
+    diagnosis = doctor(tmp_path)
+    finding = diagnosis.findings[0]
+    assert (finding.code, finding.severity) == ("theta-null", "error")
+    assert said in finding.what
+    assert "rope_parameters.rope_theta" in finding.do
+    assert "of which no model can be built" in diagnosis.positions
+    assert "unsupported operand" not in str(diagnosis)
+
+
+def test_a_null_theta_that_nothing_reads_is_nothing(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path / "x")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config | {"rope_theta": None}))
+    assert found(doctor(tmp_path / "x")) == []
+    config = build("llama").config.to_dict()
+    inner = {key: value for key, value in config["rope_parameters"].items() if key != "rope_theta"}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"rope_theta": None, "rope_parameters": inner | {"rope_theta": 1e4}})
+    )
+    assert doctor(tmp_path).clean  # the one inside counts
+
+
 CLEAN = ["gpt2", "opt", "bert", "roberta", "llama", "mistral", "qwen3", "gemma", "cohere", "gpt_neox"]
 
 
@@ -468,7 +506,7 @@ def test_the_command_exits_1_where_a_trap_is_found(llama: Path, tmp_path: Path) 
     said = json.loads(result.stdout)
     assert said == json.loads(json.dumps(doctor(bad).to_dict()))
     assert said["clean"] is False
-    assert {"severity", "where", "what", "do"} == set(said["findings"][0])
+    assert {"severity", "where", "what", "do", "code"} == set(said["findings"][0])
     shown = CliRunner().invoke(app, ["doctor", str(bad)])
     assert shown.exit_code == 1
     assert "error" in shown.stdout

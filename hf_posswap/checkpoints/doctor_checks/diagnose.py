@@ -27,6 +27,7 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_co
 from hf_posswap.checkpoints.exports.rules import judge
 from hf_posswap.checkpoints.native.suggesting import RUN_PLUGINS, stock_config
 from hf_posswap.errors import CheckpointError, RecordError, UnsupportedModelError
+from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.utils.auto_classes import TRUST
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.threads import quiet_logger
@@ -80,9 +81,12 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
         layout = (
             None if any("posswap" in f.where and f.severity == "error" for f in findings) else lay_out(chart, **hub)
         )
-    if isinstance(layout, Finding):
+    unset = [finding for finding in findings if finding.code == "theta-null"]
+    if isinstance(layout, Finding) and not unset:  # otherwise that is why none can be built
         findings.append(layout)
     if isinstance(layout, Layout):
+        if not any(inv_freq_names(module) for module in layout.model.modules()):
+            findings = [finding for finding in findings if finding not in unset]  # nothing reads it
         findings += [*setting_findings(layout, chart), *length_findings(layout, chart)]
         if chart.shapes is not None:
             checked.append(f"the shapes of {len(chart.shapes)} weights")
@@ -140,7 +144,9 @@ def _positions(chart: Chart, layout: Any) -> str:
 
     if not isinstance(layout, Layout) or layout.sites is None:
         model_type = (chart.config or {}).get("model_type", "unknown")
-        return f"model type {model_type}, whose positions no family of hf_posswap describes"
+        built = isinstance(layout, Layout)
+        why = "whose positions no family of hf_posswap describes" if built else "of which no model can be built"
+        return f"model type {model_type}, {why}"
     report = describe_positions(layout.model)
     record = (chart.config or {}).get("posswap")
     swapped = report.swapped or (record["scheme"]["name"] if isinstance(record, dict) else None)

@@ -23,12 +23,14 @@ class Finding(ResultView):
         where: the file and the key in it.
         what: the problem.
         do: the fix.
+        code: its kind, one of the codes of `posswap check`.
     """
 
     severity: Severity
     where: str
     what: str
     do: str
+    code: str = "checkpoint"
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,20 @@ def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterato
             where,
             "rope_parameters and rope_scaling differ: transformers takes rope_scaling, other programs rope_parameters.",
             "Keep only rope_parameters.",
+            "scaling-twice",
         )
     if not given:
+        yield from _null_theta(config, {}, where)
         return
     settings = config[given[-1]]
     location = f"{where}: {given[-1]}"
     if not isinstance(settings, dict):
         yield Finding(
-            "error", location, f"must be an object, got {type(settings).__name__}.", "Write the rope type there."
+            "error",
+            location,
+            f"must be an object, got {type(settings).__name__}.",
+            "Write the rope type there.",
+            "rope-settings",
         )
         return
     layers = {key: value for key, value in settings.items() if isinstance(value, dict)}
@@ -46,7 +52,7 @@ def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterato
             problem = (
                 "truncate: false has no effect in rope parameters for a layer type: transformers reads the outer one."
             )
-            yield Finding("warning", f"{location}.{name}", problem, "Put truncate next to the layer types.")
+            yield Finding("warning", f"{location}.{name}", problem, "Put truncate next to the layer types.", "rope-key")
 
 
 def rope_type(rope: dict[str, Any]) -> str:
@@ -58,10 +64,10 @@ def _of_one(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterato
     rope_kind = rope_type(rope)
     if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
         problem = f"type is {rope['type']!r} and rope_type {rope['rope_type']!r}: programs differ in which they read."
-        yield Finding("error", where, problem, "Keep only rope_type.")
+        yield Finding("error", where, problem, "Keep only rope_type.", "rope-type-twice")
     if rope_kind not in _KNOWN and rope_kind != "su":
         problem = f"rope type {rope_kind!r} is not one of transformers': {', '.join(_KNOWN[:-1])}."
-        yield Finding("note", where, problem, "Only a class that defines this type can load it.")
+        yield Finding("note", where, problem, "Only a class that defines this type can load it.", "rope-type")
     if rope_kind == POSSWAP_ROPE_TYPE:
         return
     yield from _theta(config, rope, where)
@@ -74,7 +80,9 @@ def _of_one(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterato
     if rope_kind in ("dynamic", "longrope"):
         problem = f"{rope_kind} follows the length: with a cache, a text that grows beyond the original length is not "
         problem += "computed as one forward would."
-        yield Finding("note", where, problem, "Compare lengths by whole forwards, or use yarn or llama3.")
+        yield Finding(
+            "note", where, problem, "Compare lengths by whole forwards, or use yarn or llama3.", "scaling-by-length"
+        )
 
 
 def _spelled_anew(settings: Any) -> Any:
@@ -86,12 +94,16 @@ def _spelled_anew(settings: Any) -> Any:
 
 def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
     inside, outside = rope.get("rope_theta"), config.get("rope_theta", config.get("rotary_emb_base"))
-    if inside is None and outside is None:
+    null = list(_null_theta(config, rope, where))
+    if null:
+        yield from null
+    elif inside is None and outside is None:
         yield Finding(
             "warning",
             where,
             "no rope_theta, here or at the top: each program takes its own default, mostly 10000.",
             "Write the base that the model was trained with to rope_parameters.rope_theta.",
+            "theta-missing",
         )
     elif inside is None and "rope_parameters" in where:
         yield Finding(
@@ -99,6 +111,7 @@ def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator
             where,
             f"rope_theta {outside} is at the top of the config and not in rope_parameters.",
             "Move it there: programs that read only rope_parameters take 10000.",
+            "theta-outside",
         )
     elif inside is not None and outside is not None and inside != outside:
         yield Finding(
@@ -106,10 +119,32 @@ def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator
             where,
             f"rope_theta is {inside} here and {outside} at the top of the config.",
             "transformers takes the one here, older programs the other: write the right one in both places.",
+            "theta-twice",
         )
     value = outside if inside is None else inside
     if value is not None and not (_is_number(value) and value > 1):
-        yield Finding("error", where, f"rope_theta is {value!r}, not a number above 1.", "Write the base of the model.")
+        yield Finding(
+            "error",
+            where,
+            f"rope_theta is {value!r}, not a number above 1.",
+            "Write the base of the model.",
+            "theta-value",
+        )
+
+
+def _null_theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
+    """Yield the finding that the theta in force is null: transformers takes that for a value, not for its default."""
+    inside = "rope_theta" in rope
+    if (rope if inside else config).get("rope_theta", 0) is None:
+        yield Finding(
+            "error",
+            where,
+            f"rope_theta is null{'' if inside or not rope else ' at the top of the config'}: transformers computes no "
+            "angles from it, and no model can be built.",
+            "Write the base that the model was trained with to rope_parameters.rope_theta: its paper or its original "
+            "config.json names it (10000 in RoFormer and LLaMA 2, 500000 in Llama 3, 1000000 in Qwen2.5).",
+            "theta-null",
+        )
 
 
 def _factor(config: dict[str, Any], rope: dict[str, Any], type_name: str, where: str) -> Iterator[Finding]:
@@ -118,7 +153,7 @@ def _factor(config: dict[str, Any], rope: dict[str, Any], type_name: str, where:
         return
     if not _is_number(factor) or factor < 1:
         problem = f"{type_name} needs a factor >= 1, got {factor!r}."
-        yield Finding("error", where, problem, "Write target length over original length.")
+        yield Finding("error", where, problem, "Write target length over original length.", "scaling-factor")
 
 
 def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where: str) -> Iterator[Finding]:
@@ -132,6 +167,7 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where
                 f"dynamic takes its original length from max_position_embeddings, {most}, and not from "
                 f"original_max_position_embeddings, {original}: nothing is scaled before {most} tokens.",
                 f"Set max_position_embeddings to {original}.",
+                "scaling-noop",
             )
         return
     if original is None:
@@ -141,6 +177,7 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where
             f"{type_name} without original_max_position_embeddings: transformers takes max_position_embeddings, "
             f"{most}, which is mostly the extended length.",
             "Write the length before scaling to rope_parameters.original_max_position_embeddings.",
+            "scaling-original",
         )
         return
     if not (_is_number(original) and original > 0 and _is_number(most) and _is_number(factor)):
@@ -151,6 +188,7 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where
             where,
             f"max_position_embeddings, {most}, is the original length: serving stacks stop there.",
             f"Set it to the extended length, {round(factor * original)}.",
+            "scaling-lengths",
         )
     elif (
         type_name != "llama3" and abs(most - factor * original) > 0.01 * most
@@ -160,6 +198,7 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where
             where,
             f"max_position_embeddings is {most}, and factor {factor:g} times {original} is {factor * original:g}.",
             "Make them agree: programs differ in which of the two they take the scale from.",
+            "scaling-lengths",
         )
 
 
@@ -168,24 +207,30 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
     scales = [rope.get(name) is not None for name in ("mscale", "mscale_all_dim")]
     if any(scales) and not all(scales) and given is None:
         problem = "mscale and mscale_all_dim act together, and one of them is missing: programs differ in what they do."
-        yield Finding("warning", where, problem, "Write attention_factor itself.")
+        yield Finding("warning", where, problem, "Write attention_factor itself.", "attention-factor")
     if not _is_number(factor) or factor < 1:
         return
     usual = 0.1 * math.log(factor) + 1
     if given is None and any(scales):
         problem = "the attention factor comes from mscale, which vLLM before September 2026 and TGI drop."
-        yield Finding("warning", where, problem, "Write attention_factor too, and check the release that serves it.")
+        yield Finding(
+            "warning",
+            where,
+            problem,
+            "Write attention_factor too, and check the release that serves it.",
+            "attention-factor",
+        )
     elif given is None:
         problem = (
             f"no attention_factor: it should be 0.1 ln {factor:g} + 1 = {usual:.6g}, and not all programs compute it."
         )
-        yield Finding("note", where, problem, f'Write "attention_factor": {usual:.6g}.')
+        yield Finding("note", where, problem, f'Write "attention_factor": {usual:.6g}.', "attention-factor")
     elif _is_number(given) and abs(given - usual) > 1e-3:
         problem = (
             f"attention_factor is {given:g}, not 0.1 ln {factor:g} + 1 = {usual:.6g}: vLLM before September 2026 and "
         )
         problem += "TGI take the latter or 1."
-        yield Finding("warning", where, problem, "Check the release that serves it.")
+        yield Finding("warning", where, problem, "Check the release that serves it.", "attention-factor")
 
 
 def _original(config: dict[str, Any], rope: dict[str, Any]) -> Any:
