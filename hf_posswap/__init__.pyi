@@ -3,6 +3,8 @@ from hf_posswap import errors as errors
 from hf_posswap.adapting import run_recipe as run_recipe
 from hf_posswap.advice.advise import Advice as Advice
 from hf_posswap.advice.advise import advise as advise
+from hf_posswap.checking.report import CheckReport as CheckReport
+from hf_posswap.checking.run import check as check
 from hf_posswap.checkpoints.adapters import add_adapter as add_adapter
 from hf_posswap.checkpoints.adapters_load import load_adapter as load_adapter
 from hf_posswap.checkpoints.adapters_positions import position_modules as position_modules

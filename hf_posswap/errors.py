@@ -81,6 +81,13 @@ class SwapVerificationError(PosswapError, RuntimeError):
     """After patching, the proof that the mechanism changed as planned failed."""
 
 
+class PositionCheckError(PosswapError, RuntimeError):
+    """`check` found errors in the positions of a model; the message lists them, each with its fix."""
+
+    def __str__(self) -> str:  # one line each
+        return printable_lines(self.args[0]) if self.args else ""
+
+
 class PositionRangeError(PosswapError, IndexError):
     """A position lies beyond the end of the model's position table."""
 

@@ -25,7 +25,7 @@ LAYERS = (
     {"testing"},
     {"patching"},
     {"checkpoints", "plotting"},
-    {"training", "evaluation", "report", "serving"},
+    {"checking", "training", "evaluation", "report", "serving"},
     {"comparison", "search"},
     {"adapting", "advice"},
     {"harness", "explorer"},

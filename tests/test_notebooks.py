@@ -223,6 +223,7 @@ RESULTS: dict[str, Callable[[Path], Any]] = {
     "explain": lambda folder: hf_posswap.explain(small()),
     "explain a scheme": lambda folder: hf_posswap.explain(small(), "rope"),
     "explain a refusal": lambda folder: hf_posswap.explain(small(), "ntk", factor=2.0),
+    "check": lambda folder: hf_posswap.check(llama()),
     "doctor": lambda folder: hf_posswap.doctor(saved(folder)),
     "export": lambda folder: hf_posswap.export(saved(folder), "vllm"),
     "push": lambda folder: hf_posswap.push(saved(folder), "me/model", dry_run=True),

@@ -28,6 +28,7 @@ MAY_LOAD = {
     "families": CORE | {"families"},
     "patching": PATCHING,
     "checkpoints": CHECKPOINTS,
+    "checking": CHECKPOINTS | {"checking"},
     "comparison": CHECKPOINTS | {"comparison", "evaluation", "plotting", "report", "text"},
     "search": PATCHING | {"search", "evaluation", "text"},
     "training": CHECKPOINTS | {"training"},

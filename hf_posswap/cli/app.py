@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from hf_posswap.cli import (
     advising,
+    checking,
     comparing,
     doctor,
     evaluating,
@@ -95,6 +96,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], type[TyperCommand]], ...] 
     (MEASURE, "key-spans", key_spans.key_spans, TyperCommand),
     (MEASURE, "lm-eval", lm_eval.lm_eval, SchemeCommand),
     (MEASURE, "report", reporting.report, TyperCommand),
+    (SHIP, "check", checking.check, TyperCommand),
     (SHIP, "doctor", doctor.doctor, TyperCommand),
     (SHIP, "to-native", to_native.to_native, TyperCommand),
     (SHIP, "export", export.export, TyperCommand),

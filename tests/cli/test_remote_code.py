@@ -18,6 +18,7 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["explain", "MODEL", "rope"],
     "patch": ["patch", "MODEL", "rope", "-o", "OUT"],
     "to-native": ["to-native", "MODEL", "-o", "OUT"],
+    "check": ["check", "MODEL"],
     "doctor": ["doctor", "MODEL"],
     "export": ["export", "MODEL", "--target", "vllm"],
     "push": ["push", "MODEL", "me/mine", "--dry-run"],
@@ -50,7 +51,7 @@ OTHER_TOKENIZERS: dict[str, list[str]] = {
     "key-spans": ["key-spans", "PLAIN", "--tokenizer", "MODEL", *COMMANDS["key-spans"][2:]],
     "lm-eval": ["lm-eval", "PLAIN", "--tokenizer", "MODEL", "--tasks", "TASK"],
 }
-READS_NO_TOKENIZER = ("explain", "plan", "doctor", "export", "push")
+READS_NO_TOKENIZER = ("explain", "plan", "check", "doctor", "export", "push")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_code_of_a_config_is_refused(
 ) -> None:
     run = posswap(*filled(COMMANDS[name], hostiles["config"], plain, tmp_path), answers=YES)
     assert not hostile.ran(), run.stdout + run.stderr
-    assert run.returncode == (1 if name == "doctor" else 4), run.stderr
+    assert run.returncode == (1 if name in ("check", "doctor") else 4), run.stderr
     assert "--trust-remote-code" in " ".join((run.stdout + run.stderr).split())
     assert "[y/N]" not in run.stdout + run.stderr
 

@@ -14,8 +14,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "set_backend", "evict_keys",
     ),
     "Look": (
-        "explain", "describe_positions", "supports", "list_schemes", "list_families", "doctor", "Diagnosis", "advise",
-        "Advice",
+        "explain", "describe_positions", "supports", "list_schemes", "list_families", "check", "CheckReport",
+        "doctor", "Diagnosis", "advise", "Advice",
     ),
     "Fit and change": (
         "centre_table", "fit_bias", "fit_rotation", "RotationFit", "search_longrope", "LongRopeSearch",

@@ -75,7 +75,7 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
     """Return the mechanism as text, the findings, the checks, and the verdicts of serving programs."""
     assert chart.config is not None
     checked = ["config.json"]
-    findings = [finding for where, config in _configs(chart.config) for finding in rope_findings(config, where)]
+    findings = config_findings(chart.config)
     with _quiet():
         findings += record_findings(chart)
         layout = (
@@ -130,7 +130,12 @@ def _served(
     return Serving(target, direct.verdict, direct.why, command, direct.claim.source)
 
 
-def _configs(config: dict[str, Any], where: str = "config.json") -> Iterator[tuple[str, dict[str, Any]]]:
+def config_findings(config: dict[str, Any], where: str = "config.json") -> list[Finding]:
+    """Return the problems in the rope settings of a config and of the configs inside it."""
+    return [finding for place, each in _configs(config, where) for finding in rope_findings(each, place)]
+
+
+def _configs(config: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `config` and the configs inside it (text_config, ...), each with its location."""
     yield where, config
     for name, inner_config in config.items():

@@ -136,9 +136,10 @@ def _with_other_prefix(shapes: Shapes, expected: Shapes, model: Any) -> Shapes:
 
 def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     """Yield settings of the config that the model ignores."""
-    config = chart.config or {}
+    config, config_class = chart.config or {}, type(layout.model.config)
     rotary = [module for module in layout.model.modules() if inv_freq_names(module)]
-    settings = [name for name in ("rope_parameters", "rope_scaling", "rope_theta") if config.get(name)]
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    settings = [name for name in names if config.get(name) and config[name] != getattr(config_class, name, None)]
     if (
         settings
         and not rotary
@@ -147,8 +148,10 @@ def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     ):
         problem = f"{', '.join(settings)}: {type(layout.model).__name__} has no rotary module, so this has no effect."
         yield Finding("error", "config.json", problem, "Remove it, or swap the mechanism with hf_posswap.")
-    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     sites = layout.sites
+    for name in filter(None, sites.main.config.split(".") if sites is not None else ()):
+        config = config.get(name) or {}  # the rope parameters of its language model
+    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if isinstance(partial, float) and sites is not None and sites.geometry.rotary_dim and 0 < partial < 1:
         wanted, has = int(sites.geometry.head_dim * partial), sites.geometry.rotary_dim
         rope_type = (config.get("rope_parameters") or {}).get("rope_type", "default")
@@ -165,6 +168,7 @@ def _class_attributes(layout: Layout) -> Any:
 
 def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     """Yield lengths beyond the end of a position table."""
+    code = "tokenizer-length"
     has_table = layout.sites is not None and layout.sites.table_path is not None
     rows = _table_rows(layout, chart) if has_table else None
     most = (chart.tokenizer or {}).get("model_max_length")
@@ -172,11 +176,11 @@ def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
         return
     if rows is not None and most > rows:
         problem = f"model_max_length is {most:g}, and the position table ends at {rows}: longer texts are an error."
-        yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {rows}, or extend the table.")
+        yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {rows}, or extend the table.", code)
     reach = _reach(layout, chart)
     if reach is not None and most < reach:
         problem = f"model_max_length is {most:g}, and the model is meant for {reach}: truncation cuts texts short."
-        yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {reach}.")
+        yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {reach}.", code)
 
 
 def _table_rows(layout: Layout, chart: Chart) -> int | None:

@@ -46,8 +46,10 @@ def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterato
         )
         return
     layers = {key: value for key, value in settings.items() if isinstance(value, dict)}
+    thetas = [each.get("rope_theta") for each in layers.values()]
+    outer = {key: value for key, value in config.items() if key != "rope_theta" or value not in thetas}
     for name, each in layers.items() if layers else [("", settings)]:
-        yield from _of_one(config, each, f"{location}.{name}".rstrip("."))
+        yield from _of_one(outer, each, f"{location}.{name}".rstrip("."))
         if name and each.get("truncate") is False:
             problem = (
                 "truncate: false has no effect in rope parameters for a layer type: transformers reads the outer one."
@@ -218,7 +220,7 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
             where,
             problem,
             "Write attention_factor too, and check the release that serves it.",
-            "attention-factor",
+            "serving",
         )
     elif given is None:
         problem = (

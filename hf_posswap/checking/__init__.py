@@ -1,0 +1,1 @@
+"""Checks of any transformers model: does it do what its config says about positions?"""

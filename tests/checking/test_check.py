@@ -1,0 +1,648 @@
+"""`check`: each fault is found where it was planted, and nothing is found where there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from typer.testing import CliRunner
+
+import hf_posswap
+from hf_posswap import CheckReport, check, patch_model
+from hf_posswap.checking.formulas import rope_angles
+from hf_posswap.checking.report import CODES
+from hf_posswap.checkpoints.doctor_checks import Finding
+from hf_posswap.cli import app
+from hf_posswap.errors import CheckpointError, PositionCheckError, PosswapError, UnsupportedSwapError
+from hf_posswap.families.locating import locate
+from hf_posswap.schemes.base import SCHEMES
+from hf_posswap.testing.tiny import language_models, tiny_model
+from tests.contract.models import LENGTH, TINY, build
+
+ROOT = Path(__file__).resolve().parents[2]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"max_position_embeddings": 128, "rope_parameters": YARN}
+
+
+def edited(folder: Path, model: Any = None, *, drop: tuple[str, ...] = (), **changes: Any) -> Path:
+    """Return a folder with a tiny model's checkpoint, and other values in its config.json."""
+    (model or build("llama")).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in drop} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def codes(report: CheckReport) -> dict[str, str]:
+    """Return the severity of each code found."""
+    return {finding.code: finding.severity for finding in reversed(report.findings)}
+
+
+class Deaf(LlamaForCausalLM):
+    """A Llama that forgets to pass its mask on."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, **inputs: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, **inputs)
+
+
+class Plain(LlamaRotaryEmbedding):
+    """A rotary module that knows one rope type, and one theta."""
+
+    theta = 0.0
+
+    def __init__(self, config: Any) -> None:
+        nn.Module.__init__(self)
+        self.config, self.attention_scaling = config, 1.0
+        theta = self.theta or config.rope_parameters["rope_theta"]
+        self.inv_freq = nn.Buffer(rope_angles({"rope_theta": theta}, 16, 32)[0].float(), persistent=False)
+
+
+class Fixed(Plain):
+    theta = 77.0
+
+
+def with_module(module: type[Plain], **changes: Any) -> Any:
+    model = build("llama", **changes)
+    model.model.rotary_emb = module(model.config)
+    return model
+
+
+def changed(model: Any, act: Callable[[Any], Any]) -> Any:
+    act(model)
+    return model
+
+
+def set_rope(model: Any) -> None:
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def replace_angles(model: Any, angles: Tensor) -> None:
+    model.model.rotary_emb.inv_freq = angles
+
+
+def loaded_as_plain(folder: Path, **values: Any) -> Any:
+    """Return a model whose config.json says otherwise than the config that it was loaded by."""
+    model = build("llama", **values)
+    model.save_pretrained(folder)
+    plain = TINY["llama"].config(max_position_embeddings=model.config.max_position_embeddings)
+    return LlamaForCausalLM.from_pretrained(folder, config=plain)
+
+
+def without_weight(folder: Path, name: str) -> Path:
+    build("llama").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors")
+    return folder
+
+
+def other_slopes(model: Any) -> Any:
+    patch_model(model, "alibi")
+    mechanism = model.model.posswap
+    mechanism.slopes = 3.0 * mechanism.slopes
+    return model
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def tokenizer_of(folder: Path, length: int) -> Path:
+    build("gpt2").save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+    return folder
+
+
+Make = Callable[[Path], Any]
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+PLANTED: dict[str, tuple[str, Make, Make]] = {
+    "angles-differ": (
+        "error",
+        lambda folder: changed(build("llama"), set_rope),
+        lambda folder: build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    ),
+    "angles-missing": (
+        "error",
+        lambda folder: changed(build("llama"), lambda m: replace_angles(m, torch.ones(8, device="meta"))),
+        lambda folder: tiny_model("llama"),  # all of it is: a skeleton
+    ),
+    "angles-nonfinite": (
+        "error",
+        lambda folder: changed(build("llama"), lambda m: replace_angles(m, torch.full((8,), torch.nan))),
+        lambda folder: build("llama"),
+    ),
+    "angles-rounded": (
+        "error",
+        lambda folder: build("llama").bfloat16(),
+        lambda folder: LlamaForCausalLM.from_pretrained(saved(build("llama"), folder), dtype=torch.bfloat16),
+    ),
+    "attention-factor": (
+        "error",
+        lambda folder: changed(
+            build("llama", **LONG), lambda m: setattr(m.model.rotary_emb, "attention_scaling", 1.0)
+        ),
+        lambda folder: build("llama", **LONG | {"rope_parameters": YARN | {"attention_factor": 1.138629436}}),
+    ),
+    "checkpoint": (
+        "error",
+        lambda folder: edited(folder, build("gpt2"), rope_scaling={"type": "linear", "factor": 2.0}),
+        lambda folder: edited(folder, build("gpt2")),
+    ),
+    "generation-length": (
+        "warning",
+        lambda folder: changed(build("gpt2"), lambda m: setattr(m.generation_config, "max_length", 1000)),
+        lambda folder: changed(build("gpt2"), lambda m: setattr(m.generation_config, "max_length", 32)),
+    ),
+    "length-raised": (
+        "warning",
+        lambda folder: LlamaForCausalLM.from_pretrained(saved(build("llama"), folder), max_position_embeddings=128),
+        lambda folder: patch_model(LlamaForCausalLM.from_pretrained(saved(build("llama"), folder)), "yarn", factor=4.0),
+    ),
+    "length-table": (
+        "error",
+        lambda folder: changed(build("gpt2"), lambda m: setattr(m.config, "n_positions", 64)),
+        lambda folder: patch_model(build("gpt2"), "learned", max_length=64),
+    ),
+    "load": (
+        "error",
+        lambda folder: without_weight(folder, "model.layers.0.mlp.up_proj.weight"),
+        lambda folder: saved(build("llama"), folder),
+    ),
+    "mask-ignored": (
+        "note",
+        lambda folder: Deaf(TINY["llama"].config()),
+        lambda folder: LlamaForCausalLM(TINY["llama"].config()),
+    ),
+    "packing": ("note", lambda folder: build("opt"), lambda folder: build("llama")),
+    "padding": ("note", lambda folder: build("gpt2"), lambda folder: build("opt")),
+    "rope-key": (
+        "warning",
+        lambda folder: build("llama", rope_parameters=DEFAULT | {"factor": 4.0}),
+        lambda folder: build("llama", rope_parameters=DEFAULT | {"factor": 1.0}),
+    ),
+    "rope-settings": (
+        "error",
+        lambda folder: edited(folder, rope_parameters=[1]),
+        lambda folder: edited(folder, rope_parameters={}),
+    ),
+    "rope-type": (
+        "note",
+        lambda folder: edited(folder, rope_parameters=DEFAULT | {"rope_type": "magic"}),
+        lambda folder: edited(folder),
+    ),
+    "rope-type-twice": (
+        "error",
+        lambda folder: edited(folder, rope_parameters=DEFAULT | {"type": "yarn"}),
+        lambda folder: edited(folder, rope_parameters=DEFAULT | {"type": "default"}),
+    ),
+    "scaling-by-length": (
+        "note",
+        lambda folder: build("llama", rope_parameters=DEFAULT | {"rope_type": "dynamic", "factor": 2.0}),
+        lambda folder: build("llama", rope_parameters=DEFAULT | {"rope_type": "linear", "factor": 2.0}),
+    ),
+    "scaling-factor": (
+        "error",
+        lambda folder: build("llama", **longrope([1.0], [2.0])),
+        lambda folder: build("llama", **longrope([1.0] * 8, [2.0] * 8)),
+    ),
+    "scaling-ignored": (
+        "error",
+        lambda folder: with_module(Plain, **LONG),
+        lambda folder: with_module(Plain),
+    ),
+    "scaling-lengths": (
+        "warning",
+        lambda folder: build("llama", **LONG | {"max_position_embeddings": 100}),
+        lambda folder: build("llama", **LONG),
+    ),
+    "scaling-lost": (
+        "error",
+        lambda folder: loaded_as_plain(folder, **LONG),
+        lambda folder: LlamaForCausalLM.from_pretrained(saved(build("llama", **LONG), folder)),
+    ),
+    "scaling-noop": (
+        "warning",
+        lambda folder: build("llama", rope_parameters=YARN | {"factor": 1.0}),
+        lambda folder: build("llama", **LONG),
+    ),
+    "scaling-original": (
+        "error",
+        lambda folder: edited(
+            folder,
+            max_position_embeddings=128,
+            rope_parameters={key: value for key, value in YARN.items() if key != "original_max_position_embeddings"},
+        ),
+        lambda folder: edited(folder, **LONG),
+    ),
+    "scaling-twice": (
+        "error",
+        lambda folder: edited(folder, **LONG, rope_scaling={"type": "linear", "factor": 2.0}),
+        lambda folder: edited(
+            folder, **LONG, rope_scaling={key: v for key, v in YARN.items() if key != "rope_type"} | {"type": "yarn"}
+        ),
+    ),
+    "serving": (
+        "note",
+        lambda folder: saved(patch_model(build("llama"), "fire"), folder),
+        lambda folder: saved(build("llama"), folder),
+    ),
+    "swap": (
+        "error",
+        lambda folder: other_slopes(build("llama")),
+        lambda folder: patch_model(build("llama"), "alibi"),
+    ),
+    "theta-ignored": (
+        "error",
+        lambda folder: changed(build("llama"), lambda m: setattr(m.config, "rope_theta", 5e5)),
+        lambda folder: changed(build("llama"), lambda m: setattr(m.config, "rope_theta", 1e4)),
+    ),
+    "theta-lost": (
+        "error",
+        lambda folder: edited(folder, drop=("rope_parameters",), rotary_emb_base=5e5),
+        lambda folder: edited(folder, drop=("rope_parameters",), rope_theta=5e5),
+    ),
+    "theta-missing": (
+        "warning",
+        lambda folder: edited(folder, rope_parameters={"rope_type": "linear", "factor": 2.0}),
+        lambda folder: edited(folder, rope_parameters=DEFAULT | {"rope_type": "linear", "factor": 2.0}),
+    ),
+    "theta-null": (
+        "error",
+        lambda folder: edited(folder, drop=("rope_parameters",), rope_theta=None),
+        lambda folder: edited(folder, rope_theta=None),  # rope_parameters has one
+    ),
+    "theta-outside": (
+        "warning",
+        lambda folder: edited(folder, rope_parameters={"rope_type": "linear", "factor": 2.0}, rope_theta=5e5),
+        lambda folder: edited(folder, drop=("rope_parameters",), rope_theta=5e5),
+    ),
+    "theta-twice": (
+        "error",
+        lambda folder: edited(folder, rope_parameters=DEFAULT, rope_theta=5e5),
+        lambda folder: edited(folder, rope_parameters=DEFAULT, rope_theta=1e4),
+    ),
+    "theta-value": (
+        "error",
+        lambda folder: edited(folder, rope_parameters=DEFAULT | {"rope_theta": 0.5}),
+        lambda folder: edited(folder, rope_parameters=DEFAULT),
+    ),
+    "tokenizer-length": (
+        "warning",
+        lambda folder: tokenizer_of(folder, 1024),
+        lambda folder: tokenizer_of(folder, 32),
+    ),
+}  # fmt: skip
+BY_HAND = {"angles-formula"}
+"""Codes with a test of their own."""
+
+
+def longrope(short: list[float], long: list[float]) -> dict[str, Any]:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long, "factor": 4.0}
+    return {"max_position_embeddings": 128, "rope_parameters": rope | {"original_max_position_embeddings": 32}}
+
+
+@pytest.mark.parametrize("code", PLANTED)
+def test_a_planted_fault_is_found_and_a_sound_model_next_to_it_is_not(code: str, tmp_path: Path) -> None:
+    severity, plant, leave = PLANTED[code]
+    report = check(plant(tmp_path / "bad"))
+    assert codes(report).get(code) == severity, report
+    assert report.ok == (not any(each.severity == "error" for each in report.findings))
+    finding = next(each for each in report.findings if each.code == code)
+    assert finding.where
+    assert finding.what.endswith((".", ")"))
+    assert finding.do.endswith((".", ")", "?", "}", "x'")) or finding.code == "serving", finding
+    assert code not in codes(check(leave(tmp_path / "good")))
+
+
+def test_every_code_is_planted_explained_on_the_page_and_used() -> None:
+    assert set(PLANTED) | BY_HAND == set(CODES)
+    page = (ROOT / ".docs" / "pages" / "check.md").read_text(encoding="utf-8")
+    assert [code for code, meaning in CODES.items() if f"| `{code}` | {meaning}" not in page] == []
+    folders = (ROOT / "hf_posswap" / "checking", ROOT / "hf_posswap" / "checkpoints" / "doctor_checks")
+    source = "".join(
+        path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.py") if path.stem != "report"
+    )
+    assert [code for code in CODES if f'"{code}"' not in source] == []
+
+
+def test_another_formula_than_the_papers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = ROPE_INIT_FUNCTIONS["yarn"]
+
+    def wrong(*args: Any, **kwargs: Any) -> tuple[Tensor, float]:
+        angles, factor = stock(*args, **kwargs)
+        return angles * 1.01, factor
+
+    assert codes(check(build("llama", **LONG))) == {"attention-factor": "note"}
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "yarn", wrong)
+    assert codes(check(build("llama", **LONG)))["angles-formula"] == "error"
+
+
+def test_a_class_that_reads_no_theta_is_found() -> None:
+    assert codes(check(with_module(Fixed)))["theta-ignored"] == "error"
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5},
+    "yarn, mscale": {
+        "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False,
+    },
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096,
+    },
+    "longrope": longrope([1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)])["rope_parameters"],
+    "proportional": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_formulas_are_those_of_transformers(name: str) -> None:
+    rope = DEFAULT | ROPES[name] | {"rope_type": name.partition(",")[0]}
+    model = build("llama", rope_parameters=dict(rope), max_position_embeddings=128)
+    angles, factor = rope_angles(rope, 16, 128)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), angles, rtol=2e-5, atol=1e-12)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(factor)
+    if name in ("dynamic", "longrope"):
+        model(torch.randint(5, 97, (1, 200)))
+        far = rope_angles(rope, 16, 128, 200)[0]
+        torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), far, rtol=2e-5, atol=1e-12)
+        assert check(model).clean  # the angles of a long text, in place, are no fault
+
+
+def test_a_theta_that_transformers_5_drops(tmp_path: Path) -> None:
+    """The symptom: the checkpoint was trained with theta 500000 and is read with 10000."""
+    trained = build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    tokens = torch.randint(5, 97, (1, LENGTH))
+    folder = edited(tmp_path / "lost", trained, drop=("rope_parameters",), rope_base=5e5)
+    lost = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.allclose(lost(tokens).logits, trained(tokens).logits, atol=0.1)
+    for given in (folder, lost):
+        finding = next(each for each in check(given).findings if each.code == "theta-lost")
+        assert (finding.severity, finding.where) == ("error", "config.json: rope_base")
+        assert "it is 500000 on disk, and the model computes with theta 10000" in finding.what
+    line = re.search(r'"rope_parameters": \{.*?\}', finding.do)  # what to write, taken at its word
+    assert line is not None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | json.loads(f"{{{line[0]}}}")))
+    config.pop("rope_base")
+    right = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(right(tokens).logits, trained(tokens).logits)
+
+
+def test_a_yarn_without_an_effect(tmp_path: Path) -> None:
+    """The symptom: YaRN is in the config, the outputs are those without it, and nothing says so."""
+    tokens = torch.randint(5, 97, (1, LENGTH))
+    plain = build("llama")
+    late = build("llama")
+    late.config.rope_parameters = dict(YARN)
+    nothing = build("llama", rope_parameters=YARN | {"factor": 1.0})
+    for model, code in ((late, "angles-differ"), (nothing, "scaling-noop")):
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        assert code in codes(check(model))
+    working = build("llama", **LONG)
+    assert not torch.allclose(working(tokens).logits, plain(tokens).logits, atol=0.1)
+    assert check(working).clean
+
+
+def test_layer_types_are_checked_one_by_one() -> None:
+    model = tiny_model("Gemma3ForCausalLM", meta=False)
+    assert check(model).clean
+    assert {"full_attention", "sliding_attention"} <= set(model.config.rope_parameters)
+    model.config.rope_parameters["full_attention"]["rope_theta"] = 7e6
+    (finding,) = [each for each in check(model).findings if each.severity == "error"]
+    assert (finding.code, finding.where) == ("angles-differ", "model.rotary_emb.full_attention_inv_freq")
+
+
+def test_an_inner_theta_that_is_lost(tmp_path: Path) -> None:
+    folder = edited(tmp_path / "x", drop=("rope_parameters",), llm_config={"rope_theta": 5e5})
+    report = check(folder)
+    assert ("theta-lost", "config.json: llm_config: rope_theta") in {(f.code, f.where) for f in report.findings}
+
+
+def test_a_change_that_was_meant_is_told_apart_from_a_loss(tmp_path: Path) -> None:
+    folder = saved(build("llama"), tmp_path / "x")
+    swapped = patch_model(LlamaForCausalLM.from_pretrained(folder), "rope", base=5e5)
+    assert check(swapped).clean, check(swapped)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_stock_models_are_clean(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    report = check(model)
+    assert report.clean, report
+    if TINY[name].stock.__module__.startswith("transformers."):
+        report = check(saved(model, tmp_path / "x"))
+        assert report.clean, report
+        report = check(hf_posswap.load(tmp_path / "x"))
+        assert report.clean, report
+
+
+# what tiny_model leaves as the config has it: a factor and an original length far beyond the tiny window
+CONTRADICTED = {"GptOssForCausalLM": 131072, "Ministral3ForCausalLM": 262144}
+
+
+@pytest.mark.slow
+def test_every_language_model_of_transformers_is_clean() -> None:
+    found: dict[str, list[Finding]] = {}
+    for name in language_models():
+        changes = {"max_position_embeddings": CONTRADICTED[name]} if name in CONTRADICTED else {}
+        try:
+            model = tiny_model(name, meta=False, **changes)
+        except ImportError:  # it needs a package that is not here
+            continue
+        report = check(model)
+        if not report.clean:
+            found[name] = list(report.findings)
+    assert found == {}
+
+
+SWAPS = [
+    ("gpt2", "rope"),
+    ("gpt2", "alibi"),
+    ("gpt2", "learned"),
+    ("gpt2", "together"),
+    ("opt", "t5"),
+    ("bert", "rope"),
+    ("llama", "yarn"),
+    ("llama", "llama3"),
+    ("llama", "longrope"),
+    ("llama", "dynamic"),
+    ("llama", "p_rope"),
+    ("llama", "nope"),
+    ("llama", "alibi"),
+    ("gpt_neox", "linear"),
+]
+EVERY = [(name, scheme) for name in TINY for scheme in SCHEMES if (name, scheme) not in SWAPS]
+
+
+def swapped_model(name: str, scheme: str) -> Any:
+    model = build(name)
+    options = SCHEMES.get(scheme).stand_ins(locate(model).geometry)
+    return patch_model(model, scheme, **options)
+
+
+@pytest.mark.parametrize(("name", "scheme"), SWAPS)
+def test_swaps_are_clean(name: str, scheme: str, tmp_path: Path) -> None:
+    model = swapped_model(name, scheme)
+    report = check(model)
+    assert report.clean, report
+    assert "the swap" in report.checked
+    report = check(saved(model, tmp_path / "x"))
+    assert report.clean, report
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "scheme"), EVERY)
+def test_every_swap_is_clean(name: str, scheme: str) -> None:
+    try:
+        model = swapped_model(name, scheme)
+    except PosswapError:
+        return
+    report = check(model)
+    assert report.clean, report
+
+
+def test_a_swap_that_ignores_padding_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 counts from the first column by its design; a scheme of distances has no such excuse."""
+    model = patch_model(build("gpt2"), "alibi")
+    assert check(model).clean
+    stock = model.forward
+
+    def forward(input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, use_cache: Any = None) -> Any:
+        return stock(input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert codes(check(model))["mask-ignored"] == "error"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("llama").train()
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    config, state = model.config.to_dict(), torch.get_rng_state()
+    check(model)
+    assert model.training
+    assert model.config.to_dict() == config
+    assert torch.equal(torch.get_rng_state(), state)
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert after.keys() == before.keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_are_checked_with_their_base(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = saved(build("llama"), tmp_path / "base")
+    adapted = get_peft_model(hf_posswap.load(base), LoraConfig(target_modules=["q_proj"]))
+    assert check(adapted).clean
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert check(tmp_path / "adapter").ok
+    adapted.get_base_model().config.rope_parameters["rope_theta"] = 5e5
+    assert codes(check(adapted))["angles-differ"] == "error"
+
+
+def test_a_tokenizer_of_a_live_model() -> None:
+    assert codes(check(build("gpt2"), tokenizer=SimpleNamespace(model_max_length=64)))["tokenizer-length"] == "warning"
+    assert "tokenizer-length" not in codes(check(build("gpt2"), tokenizer=SimpleNamespace(model_max_length=32)))
+
+
+def test_without_running_it(tmp_path: Path) -> None:
+    model = build("gpt2")
+    report = check(model, forward=False)
+    assert "padding" not in codes(report)
+    assert any("was not run" in line for line in report.skipped)
+    folder = saved(build("llama", **LONG | {"rope_parameters": YARN | {"factor": 1.0}}), tmp_path / "x")
+    assert "scaling-noop" in codes(check(folder, forward=False))
+
+
+def test_a_large_checkpoint_is_not_loaded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(build("llama"), tmp_path / "x")
+    monkeypatch.setattr("hf_posswap.checking.run.MOST_WEIGHTS", 1000)
+    report = check(folder)
+    assert any("--forward" in line for line in report.skipped)
+    assert not any("padded" in line for line in report.checked)
+    assert any("padded" in line for line in check(folder, forward=True).checked)
+
+
+def test_the_report(tmp_path: Path) -> None:
+    good, bad = check(build("llama")), check(changed(build("llama"), set_rope))
+    good.raise_if_errors()
+    good.raise_if_errors(strict=True)
+    assert good.ok
+    assert "nothing found" in str(good)
+    with pytest.raises(PositionCheckError, match="(?s)LlamaForCausalLM does not.*error angles-differ: .*patch_model"):
+        bad.raise_if_errors()
+    assert "error angles-differ: model.rotary_emb.inv_freq: the angles in force are those of plain RoPE" in str(bad)
+    values = json.loads(json.dumps(bad.to_dict()))
+    assert values["ok"] is False
+    assert set(values["findings"][0]) == {"severity", "where", "what", "do", "code"}
+    warned = check(build("llama", rope_parameters=YARN | {"factor": 1.0}))
+    warned.raise_if_errors()
+    assert warned.ok
+    assert not warned.clean
+    with pytest.raises(PositionCheckError, match="scaling-noop"):
+        warned.raise_if_errors(strict=True)
+
+
+def test_what_cannot_be_checked(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a config.json nor"):
+        check(tmp_path)
+    with pytest.raises(UnsupportedSwapError, match="expected a transformers PreTrainedModel"):
+        check(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+BUILD = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+model = LlamaForCausalLM(LlamaConfig(**small))
+
+
+def late():
+    model = LlamaForCausalLM(LlamaConfig(**small))
+    model.config.rope_parameters["rope_theta"] = 5e5
+    return model
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["check", *arguments])
+
+    good = str(saved(build("llama"), tmp_path / "good"))
+    noop = str(edited(tmp_path / "noop", rope_parameters=YARN | {"factor": 1.0}))
+    lost = str(edited(tmp_path / "lost", drop=("rope_parameters",), rotary_emb_base=5e5))
+    assert run(good).exit_code == 0
+    assert "Nothing found." in run(good).stdout
+    assert run(noop).exit_code == 0
+    assert run(noop, "--strict").exit_code == 1
+    shown = run(lost)
+    assert shown.exit_code == 1
+    assert "theta-lost" in shown.stdout
+    values = json.loads(run(lost, "--json").stdout)
+    assert values["ok"] is False
+    assert values == json.loads(json.dumps(check(lost).to_dict()))
+    for wrong in ([str(tmp_path / "none")], [], [good, "--import", "a:b"], ["--import", "my_posswap_build"]):
+        result = run(*wrong)
+        assert result.exit_code == 2, result
+        assert result.stderr.count("\n") == 1
+    (tmp_path / "my_posswap_build.py").write_text(BUILD)
+    monkeypatch.chdir(tmp_path)
+    assert run("--import", "my_posswap_build:model").exit_code == 0
+    assert "angles-differ" in run("--import", "my_posswap_build:late").stdout
+    result = run("--import", "my_posswap_build:other")
+    assert result.exit_code == 2
+    assert "has no attribute 'other'" in result.stderr
