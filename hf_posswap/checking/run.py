@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,24 +14,26 @@ from hf_posswap.checking.angles import angle_findings, own_formula, rotary_sets
 from hf_posswap.checking.files import key_findings, lost_findings
 from hf_posswap.checking.report import CheckReport
 from hf_posswap.checking.running import running_findings
+from hf_posswap.checking.serving import serving_findings
 from hf_posswap.checking.settings import (
     generation_findings,
+    late_scaling,
     length_raised,
     scaling_findings,
     table_findings,
     theta_findings,
 )
-from hf_posswap.checkpoints.doctor_checks.diagnose import config_findings, doctor
+from hf_posswap.checkpoints.doctor_checks.diagnose import config_findings, diagnose
 from hf_posswap.checkpoints.doctor_checks.findings import Finding, worst_first
 from hf_posswap.checkpoints.doctor_checks.model_traps import Layout, length_findings, setting_findings
-from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart
+from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart, read_json_of
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import PosswapError, SwapVerificationError, UnsupportedModelError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.patching.apply.structure import check_structure
-from hf_posswap.patching.inspect.describe import on_meta
+from hf_posswap.patching.inspect.describe import on_meta, read_config
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.utils.auto_classes import TRUST
@@ -42,8 +43,6 @@ from hf_posswap.utils.weight_shapes import Shapes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SERVERS = ("vllm", "sglang", "llamacpp", "tgi")
-"""The serving programs that compute positions by themselves."""
 _OF_PROGRAMS = ("serving", "scaling-lengths", "attention-factor")
 """Codes about what other programs do with values that a swap wrote on purpose: its record is held against them."""
 MOST_WEIGHTS = 2 * 10**9
@@ -91,7 +90,7 @@ def check(
         return _of_checkpoint(model, forward, hub | {TRUST: trust_remote_code})
     inner = unwrap(model)
     raw = _config_file(inner)
-    examined = _Examined(type(inner).__name__)
+    examined = _Examined(type(inner).__name__, is_live=True)
     layout = Layout(inner, _sites(inner))
     length = getattr(tokenizer, "model_max_length", None)
     chart = Chart(
@@ -101,18 +100,19 @@ def check(
         examined.findings += [*config_findings(inner.config.to_dict(), "config"), *setting_findings(layout, chart)]
         examined.findings += length_findings(layout, chart)
         examined.model(inner, layout.sites, raw, forward)
+        examined.findings += [*serving_findings(inner.config), *late_scaling(inner, length)]
     return examined.report()
 
 
 class _Examined:
     """Findings, and what was and was not checked, as they come up."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, is_live: bool) -> None:
         self.source = source
         self.findings: list[Finding] = []
         self.checked: list[str] = []
         self.skipped: list[str] = []
-        self.is_swapped = False
+        self.is_live, self.is_swapped = is_live, False
 
     def report(self) -> CheckReport:
         """Return the report, each finding once."""
@@ -129,7 +129,8 @@ class _Examined:
         """Check a model: live, or a skeleton on the meta device."""
         swap = getattr(model, "_posswap", None)
         self.is_swapped = swap is not None
-        is_skeleton = all(parameter.is_meta for parameter in model.parameters())
+        is_offloaded = hasattr(model, "hf_device_map")  # accelerate fetches what is on the meta device
+        is_skeleton = not is_offloaded and all(parameter.is_meta for parameter in model.parameters())
         computed = swap is not None and swap.plan.route != "native"
         sets = [] if computed else rotary_sets(model)
         self.checked.append("config")
@@ -142,7 +143,8 @@ class _Examined:
             self.findings += table_findings(model, sites)
         if raw is not None and swap is None and getattr(model.config, "posswap", None) is None:
             self.checked.append("config.json against the loaded config")
-            self.findings += lost_findings(raw, model.config)
+            lost = list(lost_findings(raw, model.config))
+            self.findings += _changed_on_purpose(model, raw, lost) if lost and self.is_live else lost
         if swap is None:
             self.findings += length_raised(model, sets, _length_in(raw))
         self.findings += generation_findings(model, sites)
@@ -177,11 +179,10 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
     trust = hub[TRUST]
     files = {key: value for key, value in hub.items() if key != TRUST}
     chart = read_chart(source, **files)
-    diagnosis = doctor(source, trust_remote_code=trust, **files)
-    examined = _Examined(str(source))
+    diagnosis = diagnose(chart, trust_remote_code=trust, **files)
+    examined = _Examined(str(source), is_live=False)
     examined.findings += diagnosis.findings
     examined.checked += diagnosis.checked
-    examined.findings += _serving(diagnosis)
     if any(finding.code == "theta-null" for finding in diagnosis.findings):
         examined.skipped.append("the model: none can be built")
         return examined.report()
@@ -196,7 +197,7 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
             )
         except (PosswapError, OSError) as error:
             do = "Fix what it names; posswap doctor reads the files alone."
-            if not any(finding.severity == "error" for finding in examined.findings):
+            if all(finding.severity != "error" for finding in examined.findings):
                 examined.findings.append(Finding("error", str(source), str(error), do, "load"))
             examined.skipped.append(f"the model: it cannot be {'loaded' if whole else 'built'}")
             return examined.report()
@@ -205,17 +206,11 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
                 f"the weights: {'more than 2e9 parameters, ' if _size(chart.shapes) > MOST_WEIGHTS else ''}not loaded "
                 "(forward=True, on the command line --forward, loads them)"
             )
-        examined.model(model, _sites(model), chart.config, forward if whole else False)
+        sites = _sites(model)
+        examined.model(model, sites, chart.config, forward if whole else False)
+        examined.findings += serving_findings(model.config, diagnosis)
+        examined.findings += late_scaling(model, (chart.tokenizer or {}).get("model_max_length"))
     return examined.report()
-
-
-def _serving(diagnosis: Any) -> Iterator[Finding]:
-    """Yield the programs that compute other positions than transformers does."""
-    for each in diagnosis.serving:
-        if each.verdict != "exact" and each.target in _SERVERS:
-            verdict = "does not compute these positions" if each.verdict == "impossible" else "computes them roughly"
-            do = f"Run: {each.command}" if each.command else "Serve it with another program."
-            yield Finding("note", each.target, f"{each.target} ({each.engine}) {verdict}: {each.why}", do, "serving")
 
 
 def _size(shapes: Shapes | None) -> int:
@@ -254,10 +249,26 @@ def _length_in(raw: dict[str, Any] | None) -> int | None:
 
 
 def _config_file(model: Any) -> dict[str, Any] | None:
-    """Return the config.json that a live model was loaded from, where it is at hand and was not changed on purpose."""
+    """Return the config.json that a live model was loaded from; None where it is not at hand."""
     source = getattr(model.config, "_name_or_path", "")
     if not source:
         return None
     with contextlib.suppress(PosswapError, OSError, ValueError):
-        return read_chart(source, local_files_only=True).config
+        return read_json_of(source, "config.json", local_files_only=True)
     return None
+
+
+def _changed_on_purpose(model: Any, raw: dict[str, Any], lost: list[Finding]) -> list[Finding]:
+    """Return what a live model's config lost of its config.json, as warnings where a fresh load does not lose it."""
+    with contextlib.suppress(PosswapError, OSError, ValueError):
+        fresh = read_config(model.config._name_or_path, local_files_only=True)
+        dropped = {(each.code, each.where) for each in lost_findings(raw, fresh)}
+        return [each if (each.code, each.where) in dropped else _as_changed(each) for each in lost]
+    return lost
+
+
+def _as_changed(finding: Finding) -> Finding:
+    what = finding.what.partition(": ")[0]
+    what += ": the config was changed after loading, or another was passed, and the weights were trained by the file's."
+    do = "Load without config=, or write the change to config.json; after a change of theta or scaling, train."
+    return replace(finding, severity="warning", what=what, do=do)

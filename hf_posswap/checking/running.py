@@ -32,8 +32,9 @@ class _Runner:
         self.takes = set(inspect.signature(model.forward).parameters)
         if getattr(model, "main_input_name", "input_ids") != "input_ids" or "input_ids" not in self.takes:
             raise Unable("it reads no tokens")
-        if model.config.is_encoder_decoder:
-            raise Unable("it is an encoder-decoder")
+        self.paired = bool(model.config.is_encoder_decoder)
+        if self.paired and "decoder_input_ids" not in self.takes:
+            raise Unable("it is an encoder-decoder whose decoder takes no tokens")
         self.length = TOKENS if rows is None else min(TOKENS, (rows - _PADS) // 2)
         if self.length < 3:
             raise Unable("its window is too short")
@@ -56,11 +57,13 @@ class _Runner:
         """Return the outputs at each token of one row, [tokens, width], in float32 on the CPU."""
         device = self.model.get_input_embeddings().weight.device
         inputs = {name: value.to(device) for name, value in ({"input_ids": ids[None]} | inputs).items()}
+        if self.paired:
+            inputs["decoder_input_ids"] = self.ids[None, :3].to(device)
         outputs = self.model(**inputs, **({"use_cache": False} if "use_cache" in self.takes else {}))
         found = getattr(outputs, "logits", None)
         if found is None or found.dim() != 3:
             found = getattr(outputs, "last_hidden_state", None)
-        if found is None or found.shape[:2] != (1, ids.shape[0]):
+        if found is None or found.shape[:2] != (1, 3 if self.paired else ids.shape[0]):
             raise Unable("it has no output at each token")
         return found[0].float().cpu()
 
@@ -98,10 +101,10 @@ def _padding(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterato
         return
     row = runner.ids[: runner.length]
     alone = runner.run(row)
-    causal = _is_causal(runner, alone)
+    causal = not runner.paired and _is_causal(runner, alone)
     mask = torch.ones(1, runner.length + _PADS, dtype=torch.long)
     mask[:, slice(_PADS) if causal else slice(-_PADS, None)] = 0
-    real = mask[0].bool()
+    real = torch.ones(len(alone), dtype=torch.bool) if runner.paired else mask[0].bool()
     pad = getattr(runner.model.config, "pad_token_id", None)
     filled, other = runner.ids[-2 * _PADS :].split(_PADS)
     fill = filled if not isinstance(pad, int) else torch.full_like(filled, pad)
@@ -135,6 +138,9 @@ def _padding(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterato
 
 def _packing(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
     """Yield whether two documents in one row, with position ids that start again, are computed as alone."""
+    if runner.paired:
+        skipped.append("packing: documents share no row in an encoder-decoder")
+        return
     if "position_ids" not in runner.takes:
         skipped.append("packing: its forward takes no position_ids, so documents cannot share a row")
         return

@@ -42,6 +42,26 @@ def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def late_scaling(model: Any, longest: Any) -> Iterator[Finding]:
+    """Yield a dynamic scaling that no text reaches, because the tokenizer cuts it before.
+
+    Args:
+        model: the model.
+        longest: model_max_length of its tokenizer; None: there is none.
+    """
+    config = model.config.get_text_config()
+    rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
+    if not isinstance(rope, dict) or rope_type_of(rope) != "dynamic" or not (rope.get("factor") and most):
+        return
+    if isinstance(longest, (int, float)) and longest <= most:
+        yield Finding(
+            "warning", "config: rope_parameters", f"rope type 'dynamic' scales beyond max_position_embeddings, {most}, "
+            f"and the tokenizer cuts texts at {longest:g}: it has no effect.",
+            f"Set the tokenizer's model_max_length to the length that you want, e.g. {round(rope['factor'] * most)}.",
+            "scaling-noop",
+        )  # fmt: skip
+
+
 def _changes_nothing(each: RotarySet, pairs: int) -> bool:
     far = 64 * max(each.length, 1)
     try:

@@ -228,7 +228,7 @@ PLANTED: dict[str, tuple[str, Make, Make]] = {
     ),
     "scaling-lost": (
         "error",
-        lambda folder: loaded_as_plain(folder, **LONG),
+        lambda folder: edited(folder, llm_config={"rope_scaling": YARN}),
         lambda folder: LlamaForCausalLM.from_pretrained(saved(build("llama", **LONG), folder)),
     ),
     "scaling-noop": (
@@ -343,7 +343,7 @@ def test_another_formula_than_the_papers_is_found(monkeypatch: pytest.MonkeyPatc
         angles, factor = stock(*args, **kwargs)
         return angles * 1.01, factor
 
-    assert codes(check(build("llama", **LONG))) == {"attention-factor": "note"}
+    assert "angles-formula" not in codes(check(build("llama", **LONG)))
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "yarn", wrong)
     assert codes(check(build("llama", **LONG)))["angles-formula"] == "error"
 
@@ -433,6 +433,10 @@ def test_an_inner_theta_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_change_that_was_meant_is_told_apart_from_a_loss(tmp_path: Path) -> None:
+    changed_after = loaded_as_plain(tmp_path / "yarn", **LONG)
+    finding = next(each for each in check(changed_after).findings if each.code == "scaling-lost")
+    assert finding.severity == "warning"
+    assert "the config was changed after loading, or another was passed" in finding.what
     folder = saved(build("llama"), tmp_path / "x")
     swapped = patch_model(LlamaForCausalLM.from_pretrained(folder), "rope", base=5e5)
     assert check(swapped).clean, check(swapped)
@@ -552,6 +556,35 @@ def test_adapters_are_checked_with_their_base(tmp_path: Path) -> None:
     assert check(tmp_path / "adapter").ok
     adapted.get_base_model().config.rope_parameters["rope_theta"] = 5e5
     assert codes(check(adapted))["angles-differ"] == "error"
+
+
+def test_a_dynamic_scaling_that_no_text_reaches() -> None:
+    model = build("llama", rope_parameters=DEFAULT | {"rope_type": "dynamic", "factor": 2.0})
+    assert check(model, tokenizer=SimpleNamespace(model_max_length=64)).clean
+    report = check(model, tokenizer=SimpleNamespace(model_max_length=32))
+    assert codes(report)["scaling-noop"] == "warning"
+    assert "model_max_length to the length that you want, e.g. 64." in str(report)
+
+
+def test_the_json_that_programs_want(tmp_path: Path) -> None:
+    """What a finding says to write is what `posswap export` writes."""
+    folder = saved(build("llama", **LONG), tmp_path / "x")
+    hf_posswap.export(folder, "vllm", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    for given in (folder, build("llama", **LONG)):
+        finding = next(each for each in check(given).findings if each.where == "vllm")
+        assert (finding.code, finding.severity) == ("serving", "note")
+        wanted = json.loads(finding.what[finding.what.index("{") : finding.what.rindex("}") + 1])
+        assert {key: written[key] for key in wanted["rope_parameters"]} == wanted["rope_parameters"]
+    exported = check(tmp_path / "out")
+    assert "vllm" not in {each.where for each in exported.findings}
+    assert "serving" not in codes(check(saved(build("llama"), tmp_path / "plain")))
+
+
+def test_encoder_decoders_are_padded_in_the_encoder() -> None:
+    report = check(tiny_model("BartForConditionalGeneration", meta=False))
+    assert report.clean
+    assert "a row padded on the right against the row alone" in report.checked
 
 
 def test_a_tokenizer_of_a_live_model() -> None:

@@ -59,7 +59,11 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
         ...     doctor(folder).findings[0].what[:51]
         'yarn without original_max_position_embeddings: tran'
     """
-    chart = read_chart(checkpoint_of(source, **hub), **hub)
+    return diagnose(read_chart(checkpoint_of(source, **hub), **hub), trust_remote_code=trust_remote_code, **hub)
+
+
+def diagnose(chart: Chart, *, trust_remote_code: bool = False, **hub: Any) -> Diagnosis:
+    """Return what `doctor` does of a checkpoint whose files were read."""
     findings = list(adapter_findings(chart))
     checked = ["adapter_config.json"] if chart.adapter is not None else []
     positions = "an adapter"
@@ -68,7 +72,7 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
         positions, model_findings, model_checks, serving = _of_model(chart, hub | {TRUST: trust_remote_code})
         findings += model_findings
         checked += model_checks
-    return Diagnosis(str(source), positions, worst_first(findings), tuple(checked), serving)
+    return Diagnosis(chart.source, positions, worst_first(findings), tuple(checked), serving)
 
 
 def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str], tuple[Serving, ...]]:

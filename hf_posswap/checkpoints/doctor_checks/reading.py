@@ -44,14 +44,19 @@ def read_chart(source: str | Path, **hub: Any) -> Chart:
         CheckpointError: neither a config.json nor an adapter_config.json is there, or a file cannot be read.
     """
     names = ("config.json", "adapter_config.json", "posswap.json", "tokenizer_config.json")
-    config, adapter, sidecar, tokenizer = (_json_of(source, name, hub) for name in names)
+    config, adapter, sidecar, tokenizer = (read_json_of(source, name, **hub) for name in names)
     if config is None and adapter is None:
         raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json.")
     shapes = None if config is None else _shapes_of(source, hub)
     return Chart(str(source), config, adapter, sidecar, tokenizer, shapes)
 
 
-def _json_of(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, Any] | None:
+def read_json_of(source: str | Path, name: str, **hub: Any) -> dict[str, Any] | None:
+    """Return the object in the JSON file `name` of a folder or Hub id; None where there is no such file.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds no object.
+    """
     path = _path_of(source, name, hub)
     if path is None:
         return None
