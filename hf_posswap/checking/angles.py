@@ -48,7 +48,9 @@ class RotarySet:
     @property
     def rope(self) -> dict[str, Any]:
         """Its rope parameters; {} where its config has none."""
-        return parameters_of(self.config, self.name)
+        whole = getattr(self.config, "rope_parameters", None)
+        rope = parameters_of(self.config, self.name) if isinstance(whole, dict) else {}
+        return rope if isinstance(rope, dict) else {}
 
     @property
     def held(self) -> Tensor:
@@ -62,7 +64,8 @@ class RotarySet:
 
     @property
     def length(self) -> int:
-        return int(getattr(self.config, "max_position_embeddings", None) or 0)
+        most = getattr(self.config, "max_position_embeddings", None)
+        return most if isinstance(most, int) else 0
 
 
 def rotary_sets(model: nn.Module) -> list[RotarySet]:
@@ -171,7 +174,7 @@ def _allowed(each: RotarySet, due: Tensor) -> Iterator[Tensor]:
         for length in (reached, 2**40):
             try:
                 yield rope_angles(each.rope, 2 * len(due), each.length, length)[0]
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, ArithmeticError):
                 return
 
 
@@ -237,7 +240,7 @@ def formula_of(each: RotarySet) -> tuple[Tensor, float] | None:
         return None
     try:
         return rope_angles(each.rope, 2 * len(due), each.length)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 

@@ -28,7 +28,7 @@ from hf_posswap.checkpoints.doctor_checks.findings import Finding, worst_first
 from hf_posswap.checkpoints.doctor_checks.model_traps import Layout, length_findings, setting_findings
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart, read_json_of
 from hf_posswap.checkpoints.load import load
-from hf_posswap.errors import PosswapError, SwapVerificationError, UnsupportedModelError
+from hf_posswap.errors import PosswapError, SwapVerificationError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
 from hf_posswap.families.sites import Sites, TokenTable
@@ -116,6 +116,8 @@ class _Examined:
 
     def report(self) -> CheckReport:
         """Return the report, each finding once."""
+        if any(each.code == "scaling-noop" for each in self.findings):  # first of all, what is it to be?
+            self.findings = [each for each in self.findings if each.code != "serving"]
         codes = _OF_PROGRAMS if self.is_swapped else ("serving",)
         demoted = [each.severity == "warning" and each.code in codes for each in self.findings]
         findings = [
@@ -144,6 +146,10 @@ class _Examined:
         if raw is not None and swap is None and getattr(model.config, "posswap", None) is None:
             self.checked.append("config.json against the loaded config")
             lost = list(lost_findings(raw, model.config))
+            named = {each.where.rpartition(" ")[2] for each in lost}
+            self.findings = [
+                each for each in self.findings if each.code != "theta-ignored" or each.where.split(".")[-1] not in named
+            ]  # the same theta, and the file is where to write it
             self.findings += _changed_on_purpose(model, raw, lost) if lost and self.is_live else lost
         if swap is None:
             self.findings += length_raised(model, sets, _length_in(raw))
@@ -224,7 +230,7 @@ def _has_weights(source: str | Path) -> bool:
 def _sites(model: Any) -> Sites | None:
     try:
         return locate(model)
-    except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # no family describes this model
+    except Exception:  # no family describes this model, or its config has values that fail anywhere
         return None
 
 

@@ -26,9 +26,14 @@ def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterato
         diagnosis: of its checkpoint, whose commands are then named; None: it is a live model.
     """
     try:
-        positions = position_config_of(config)
-    except (PosswapError, AttributeError, KeyError, TypeError, ValueError):  # no family, no length, values that fail
-        return
+        yield from list(_served(config, diagnosis))
+    except (PosswapError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        return  # no family, no length, or values that fail: other findings name them
+
+
+def _served(config: Any, diagnosis: Diagnosis | None) -> Iterator[Finding]:
+    positions = position_config_of(config)
+    is_plain = positions.kind == "table" or positions.kind == "rope" and positions.rope_type == "default"
     if not positions.generates:
         return
     source = "DIR" if diagnosis is None else diagnosis.source
@@ -38,10 +43,13 @@ def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterato
             continue
         judged = judge(target, positions)
         known = served.get(target)
-        verdict, why, engine = judged.verdict, judged.why, judged.claim.source
+        verdict: str = judged.verdict
+        why, engine = judged.why, judged.claim.source
         command = filled(judged.claim.command, positions, source)
         if known is not None:
             verdict, why, command = known.verdict, known.why, known.command
+        if verdict != "exact" and is_plain:
+            continue  # the program lacks the class, whatever its positions
         if verdict != "exact":
             what = "does not compute these positions" if verdict == "impossible" else "computes them roughly"
             do = f"Run: {command}" if command else "Serve it with another program."
@@ -52,7 +60,8 @@ def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterato
             yield Finding(
                 "note", target, f"{target} ({engine}) computes these positions if config.json has "
                 f"{json.dumps(wanted)}.",
-                f"Write that, or run: posswap export {source} --target {target}.", "serving",
+                f"Write that, or run: posswap export {source} --target {target} -o "
+                f"{'model.gguf' if target == 'llamacpp' else 'OUT'}", "serving",
             )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def _changes_nothing(each: RotarySet, pairs: int) -> bool:
     try:
         plain = rope_angles({"rope_theta": each.rope["rope_theta"]}, 2 * pairs, each.length)[0]
         made = [rope_angles(each.rope, 2 * pairs, each.length, length) for length in (0, far)]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return False
     return all(factor == 1.0 and bool((angles - plain).abs().max() <= 1e-6 * plain.max()) for angles, factor in made)
 

@@ -23,7 +23,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A folder with a checkpoint or a PEFT adapter, or a Hub id.",
             show_default=False,
         ),

@@ -22,6 +22,7 @@ from hf_posswap.checkpoints.adapters import add_adapter
 from hf_posswap.checkpoints.doctor_checks import Diagnosis, doctor
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError
+from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.utils.weight_shapes import header_shapes
 from tests.contract.models import LENGTH, build
 
@@ -513,3 +514,21 @@ def test_the_command_exits_1_where_a_trap_is_found(llama: Path, tmp_path: Path) 
     nothing = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
     assert nothing.exit_code == 4
     assert nothing.stderr.count("\n") == 1
+
+
+def test_windows_that_differ_by_layer(tmp_path: Path) -> None:
+    """The config of such a class refuses to name one window of all its layers."""
+    model = tiny_model("NeoMMEForMaskedLM", meta=False)
+    with pytest.raises(Exception, match="per-layer attribute"):
+        _ = model.config.sliding_window
+    model.save_pretrained(tmp_path)
+    assert doctor(tmp_path).clean
+
+
+def test_values_of_other_parts_are_no_traps(tmp_path: Path) -> None:
+    """A field of ESM's own, DeepSeek-V4's thetas and the names on its disk, MusicFlamingo's sound, Marian's table."""
+    names = ("EsmForMaskedLM", "DeepseekV4ForCausalLM", "MusicFlamingoForConditionalGeneration", "MarianMTModel")
+    for name in names:
+        tiny_model(name, meta=False).save_pretrained(tmp_path / name)
+        diagnosis = doctor(tmp_path / name)
+        assert diagnosis.clean, diagnosis

@@ -62,6 +62,7 @@ def test_configs(examples: int, kind: str, scheme: str | None, folder: Path) -> 
         path.write_bytes(text)
         survives(lambda: hf_posswap.explain(str(folder), "rope" if scheme is None else None), folder)
         survives(lambda: hf_posswap.doctor(str(folder)), folder)
+        survives(lambda: hf_posswap.check(str(folder)), folder)
         survives(lambda: hf_posswap.load(str(folder)), folder)
 
     held = mutated(json.loads(right)).map(lambda value: json.dumps(value).encode())

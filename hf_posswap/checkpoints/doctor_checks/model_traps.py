@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.checkpoints.doctor_checks.reading import Chart
+from hf_posswap.compat.transformers_models import unsaved_keys
 from hf_posswap.errors import RemoteCodeError, UnsupportedModelError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
@@ -80,7 +83,9 @@ def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
     shapes_on_disk = shapes if any(name in expected for name in shapes) else _with_other_prefix(shapes, expected, model)
     table = "" if layout.sites is None or layout.sites.table_path is None else f"{layout.sites.table_path}.weight"
     ours = [name for name in expected if name == table or _about_positions(name)]
-    missing = [name for name in ours if name not in shapes_on_disk]
+    unsaved = [re.compile(pattern) for pattern in unsaved_keys(model)]  # a class computes these itself
+    missing = [n for n in ours if n not in shapes_on_disk and not any(pattern.search(n) for pattern in unsaved)]
+    missing = _without_renamed(missing, expected, shapes_on_disk)
     other = [
         f"{n} {list(shapes_on_disk[n])} instead of {list(expected[n])}"
         for n in ours
@@ -107,6 +112,18 @@ def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
     if angles:
         problem = f"{_some(angles)}: angles saved with the weights are not read; the config's are used."
         yield Finding("note", "weights", problem, "Check that the config says the same angles.")
+
+
+def _without_renamed(missing: list[str], expected: Shapes, shapes_on_disk: Shapes) -> list[str]:
+    """Return those of the `missing` weights whose shapes no weight with a name unknown to the model has.
+
+    transformers saves some classes under the names of their original checkpoints (DeepSeek-V4).
+    """
+    unknown = Counter(
+        shape for name, shape in shapes_on_disk.items() if name not in expected and not _about_positions(name)
+    )
+    wanted = Counter(expected[name] for name in missing)
+    return [name for name in missing if unknown[expected[name]] < wanted[expected[name]]]
 
 
 def number_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
@@ -151,10 +168,12 @@ def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     sites = layout.sites
     for name in filter(None, sites.main.config.split(".") if sites is not None else ()):
         config = config.get(name) or {}  # the rope parameters of its language model
-    partial = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rope = config.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if isinstance(partial, float) and sites is not None and sites.geometry.rotary_dim and 0 < partial < 1:
         wanted, has = int(sites.geometry.head_dim * partial), sites.geometry.rotary_dim
-        rope_type = (config.get("rope_parameters") or {}).get("rope_type", "default")
+        rope_type = rope.get("rope_type", "default")
         if wanted != has and rope_type == "default":
             problem = (
                 f"partial_rotary_factor {partial:g} means {wanted} dimensions a head, and this class rotates {has}."

@@ -222,7 +222,7 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
             "Write attention_factor too, and check the release that serves it.",
             "serving",
         )
-    elif given is None:
+    elif given is None and factor > 1:
         problem = (
             f"no attention_factor: it should be 0.1 ln {factor:g} + 1 = {usual:.6g}, and not all programs compute it."
         )

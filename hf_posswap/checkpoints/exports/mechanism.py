@@ -162,7 +162,9 @@ def _rope_set(config: Any) -> str:
 
 def _window(config: Any) -> int | None:
     """Return the window of sliding attention, in tokens; None where no layer has one."""
-    window = getattr(config, "sliding_window", None)
+    views = config.per_layer_config if getattr(config, "is_heterogeneous", False) else None
+    windows = [getattr(layer, "sliding_window", None) for layer in views or (config,)]
+    window = min(filter(None, windows), default=None)
     layer_types = getattr(config, "layer_types", None)
     slides = "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
     return int(window) if window and slides else None
