@@ -15,6 +15,8 @@ from hf_posswap.checkpoints.exports.run import Export as Export
 from hf_posswap.checkpoints.exports.run import export as export
 from hf_posswap.checkpoints.load import load as load
 from hf_posswap.checkpoints.native.convert import to_native as to_native
+from hf_posswap.checkpoints.overriding.run import Overrides as Overrides
+from hf_posswap.checkpoints.overriding.run import overrides as overrides
 from hf_posswap.checkpoints.push import PushReport as PushReport
 from hf_posswap.checkpoints.push import push as push
 from hf_posswap.checkpoints.save import save as save

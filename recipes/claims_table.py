@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_posswap.checkpoints.exports.claims_table import claims_markdown
+from hf_posswap.checkpoints.overriding.facts import facts_markdown
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 PAGE = Path(__file__).resolve().parents[1] / ".docs" / "pages" / "serving.md"
@@ -85,7 +86,14 @@ def _line(cells: Any) -> str:
 
 def placed(page: str, rows_by_engine: Rows) -> str:
     """Return the text `page` with the regions between the markers regenerated."""
-    return _region(_region(page, "claims table", claims_markdown()), "seen table", seen_markdown(rows_by_engine))
+    regions = {
+        "claims table": claims_markdown(),
+        "facts table": facts_markdown(),
+        "seen table": seen_markdown(rows_by_engine),
+    }
+    for name, text in regions.items():
+        page = _region(page, name, text)
+    return page
 
 
 def _region(page: str, name: str, text: str) -> str:

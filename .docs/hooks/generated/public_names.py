@@ -25,8 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Train": ("load_recipe", "run_recipe"),
     "Evaluate": ("evaluate", "compare", "Candidate", "EvalSettings", "Evaluation"),
     "Save, load, push": (
-        "save", "load", "load_example", "push", "PushReport", "to_native", "export", "Export", "add_adapter",
-        "load_adapter", "position_modules",
+        "save", "load", "load_example", "push", "PushReport", "to_native", "export", "Export", "overrides",
+        "Overrides", "add_adapter", "load_adapter", "position_modules",
     ),
     "Extend": ("Scheme", "Family", "TableSpec"),
 }  # fmt: skip

@@ -133,6 +133,14 @@ VLLM = (
         "vllm", "a table: learned, sinusoidal, nope", "GPT-2", "exact", _ENDS, both(table, of_model("gpt2")), "tested"
     ),
     _row("vllm", "a table", "others", "exact", _ENDS, table),
+    _row(
+        "vllm",
+        "linear",
+        "Gemma 3",
+        "exact",
+        f"{_ALWAYS}; of a Gemma 3 it takes max_position_embeddings as it is, without the factor.",
+        both(of_type("linear"), of_model("gemma3_text")),
+    ),
     *_vllm_exact("linear", _MULTIPLIES, of_type("linear")),
     _row(
         "vllm",

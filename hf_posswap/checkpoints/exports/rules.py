@@ -65,13 +65,19 @@ def judge(target: str, position_config: PositionConfig) -> Judgement:
     return Judgement(claim, filled(claim.why, position_config), spelled)
 
 
+def spell_rope(parameters: Any, position_config: PositionConfig, judgement: Judgement) -> dict[str, Any]:
+    """Return the rope parameters `parameters` of a config as a program wants them; of other layer types as they are."""
+    rope = {name: value for name, value in (position_config.rope | judgement.rope).items() if value is not None}
+    return parameters | {position_config.rope_set: rope} if position_config.rope_set else rope
+
+
 def _unchanged(position_config: PositionConfig) -> Spelling:
     return Spelling()
 
 
 def _vllm(position_config: PositionConfig) -> Spelling:
     match position_config.rope_type:
-        case "linear":
+        case "linear" if position_config.model_type != "gemma3_text":  # of those it takes the length as it is
             return _multiplied(position_config)
         case "yarn":
             return Spelling({"attention_factor": position_config.attention})

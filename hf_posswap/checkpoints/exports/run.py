@@ -16,7 +16,7 @@ from hf_posswap.checkpoints.exports.gguf_file import DTYPES, GGUFFile, write_ggu
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
-from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge
+from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge, spell_rope
 from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config
@@ -254,10 +254,7 @@ def _wanted(
     if target != "transformers" and position_config.kind != "plugin":
         wanted.pop("posswap", None)  # the record would no longer match the config
     if position_config.kind == "rope":
-        rope = {name: value for name, value in (position_config.rope | judgement.rope).items() if value is not None}
-        wanted["rope_parameters"] = (
-            wanted["rope_parameters"] | {position_config.rope_set: rope} if position_config.rope_set else rope
-        )
+        wanted["rope_parameters"] = spell_rope(wanted.get("rope_parameters"), position_config, judgement)
         wanted.pop("rope_scaling", None)
     wanted |= judgement.config
     return {name: value for name, value in wanted.items() if value is not None or name not in judgement.config}
