@@ -70,7 +70,7 @@ def _show_serving(served: Serving) -> None:
     """Print the verdict of a program, and each of its commands on lines of its own that can be copied."""
     show_text("")
     show_indented(f"{served.target}: {served.verdict} ({served.engine})", 2)
-    if not served.command or served.why.startswith("as a "):
+    if not served.command or served.converted:
         show_indented(served.why, 4)
     if served.target == "transformers":  # Python, not a shell's command
         show_indented(served.command, 4)

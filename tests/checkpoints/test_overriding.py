@@ -254,6 +254,29 @@ def test_pasted_into_a_program_it_gives_its_config_the_swap(
     case.is_swapped(APPLIED[target](pasted.text, case), SCHEMES[scheme])
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("family", "target"), [("llama", "vllm"), ("gemma3", "vllm"), ("llama", "sglang")])
+def test_a_server_gets_the_positions_of_the_folder_that_export_writes(
+    cases: Any, family: str, target: str, scheme: str, tmp_path: Path
+) -> None:
+    """So a verdict about that folder, which tests of vLLM run, is one about the overrides."""
+    case = cases(family)
+    if scheme in REFUSED.get(target, ()) or not expressible(case, SCHEMES[scheme]):
+        pytest.skip("there are no overrides")
+    hf_posswap.save(hf_posswap.patch_model(case.load(), SCHEMES[scheme]), tmp_path / "swapped")
+    folder = hf_posswap.export(tmp_path / "swapped", target)
+    pasted = overrides(case.folder, SCHEMES[scheme], target)
+    applied = {"vllm": by_vllm, "sglang": by_sglang}[target](case.config(), pasted.values)
+    assert applied.rope_parameters == folder.config["rope_parameters"]
+    assert applied.max_position_embeddings == folder.config["max_position_embeddings"]
+    assert (pasted.verdict, pasted.why.rpartition(" (")[2]) == (folder.verdict, f"{folder.engine})")
+    length = {"vllm": "--max-model-len", "sglang": "--context-length"}[target]
+    if scheme == "dynamic":  # the folder's config has the original length, which export takes for the model's
+        assert option(pasted.text, length) == str(4 * LENGTH)
+        return
+    assert option(pasted.text, length) == option(folder.command, length)
+
+
 def test_trl_reads_the_command(cases: Any) -> None:
     trl = pytest.importorskip("trl")
     case = cases("llama")

@@ -129,7 +129,7 @@ def _served(
                 f"posswap to-native {shlex.quote(source)} -o {folder} && posswap export {folder} --target {target}"
             )
             why = f"as a {name} by posswap to-native: {converted.why}"
-            return Serving(target, converted.verdict, why, commands, converted.claim.source)
+            return Serving(target, converted.verdict, why, commands, converted.claim.source, name)
     command = filled(direct.claim.command, position_config, source)
     return Serving(target, direct.verdict, direct.why, command, direct.claim.source)
 

@@ -43,6 +43,7 @@ class Serving:
         why: the reason, as text.
         command: the command to run; "" if none helps.
         engine: the program's version, and whether it was run or read.
+        converted: the stock class to which `posswap to-native` converts first, or "".
     """
 
     target: str
@@ -50,6 +51,7 @@ class Serving:
     why: str
     command: str
     engine: str
+    converted: str = ""
 
 
 @dataclass(frozen=True, repr=False)

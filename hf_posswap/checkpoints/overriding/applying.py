@@ -107,10 +107,7 @@ def _difference(wanted: Any, actual: Any) -> str | None:
     stale = {name for name, value in actual.items() if value is not None} - wanted.keys()
     read = sorted(stale & (READ_BY_TYPE.get(str(wanted.get("rope_type")), set()) | {"partial_rotary_factor"}))
     if read:
-        return (
-            f"{', '.join(read)} of the model's present rope parameters would stay: the program merges them with the new "
-            "ones"
-        )
+        return f"{', '.join(read)} of the model's present rope parameters would stay: the program merges both"
     return None
 
 
