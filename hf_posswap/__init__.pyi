@@ -85,5 +85,6 @@ from hf_posswap.search.result import LongRopeSearch as LongRopeSearch
 from hf_posswap.search.rotation import RotationFit as RotationFit
 from hf_posswap.search.rotation import fit_rotation as fit_rotation
 from hf_posswap.training.config.load import load_recipe as load_recipe
+from hf_posswap.training.trainer_callback import PosswapCallback as PosswapCallback
 
 __version__: str

@@ -61,3 +61,13 @@ def rebind_wrapped_forward(module: Any) -> None:
     """
     if "_old_forward" in vars(module):
         module._old_forward = type(module).forward.__get__(module)
+
+
+def take_out_of_autocast(module: Any) -> None:
+    """Give `module` the forward that it had before `Accelerator.prepare` put one with autocast in its place, if it did.
+
+    Touches `_original_forward` of a prepared model (accelerate 1.12 to 1.15). Without it a model that a Trainer trains
+    in mixed precision would be probed in that precision, whose noise hides and fakes effects of positions.
+    """
+    if (original := vars(module).pop("_original_forward", None)) is not None:
+        vars(module)["forward"] = original

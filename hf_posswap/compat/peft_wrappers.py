@@ -81,6 +81,24 @@ def name_without_adapter(name: str) -> str:
     return _WRAPPED.sub(".", name.removeprefix("base_model.model."))
 
 
+def weights_without_adapters(model: nn.Module) -> dict[str, Any]:
+    """Return the weights of a transformers model into which PEFT put adapters, as the model has them without.
+
+    Touches `base_layer` of tuner layers and `original_module` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it
+    a model with adapters is taken for another base.
+    """
+    adapted = {name for name, module in model.named_modules() if is_adapted(module)}
+    weights = {}
+    for key, weight in model.state_dict().items():
+        parts = key.split(".")
+        inside = [".".join(parts[:end]) in adapted for end in range(len(parts))]
+        here = [part for part, is_inside in zip(parts, inside, strict=True) if is_inside]
+        if all(part in ("base_layer", "original_module") for part in here):
+            kept = [part for part, is_inside in zip(parts, inside, strict=True) if not is_inside]
+            weights[".".join(kept)] = weight
+    return weights
+
+
 def read_adapter_weights(source: str | Path, **hub: Any) -> tuple[Any, dict[str, Any]]:
     """Return the PEFT config and the weights of the adapter at `source`, as its files hold them.
 

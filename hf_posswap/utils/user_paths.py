@@ -32,3 +32,14 @@ machine. Give the path in full; for a folder that is called so, './~no-such-user
             f"{shown}: {lacks or f'{brief_repr(user)} is the home folder of no user of this machine'}. Give the path "
             f"in full; for a folder that is called so, {brief_repr(f'./{path}')}."
         ) from error
+
+
+def without_folder(name: str | None) -> str | None:
+    """Return the last part of `name` if it is a path here, so that nothing public names private folders.
+
+    Example:
+        >>> without_folder("gpt2"), without_folder(None)
+        ('gpt2', None)
+    """
+    path = None if name is None else expand_home(name)
+    return name if path is None or not path.exists() else path.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,7 +23,12 @@ def weights_digest(model: nn.Module) -> str:
         >>> before == weights_digest(one), before == weights_digest(other)
         (True, False)
     """
-    whole, state = hashlib.sha256(), model.state_dict()
+    return state_digest(model.state_dict())
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """Return the digest that `weights_digest` returns of a model with this state dict."""
+    whole = hashlib.sha256()
     with ThreadPoolExecutor() as threads:
         for (name, tensor), digest in zip(state.items(), threads.map(_digest, state.values()), strict=True):
             whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest}\n".encode())

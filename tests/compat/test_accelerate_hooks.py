@@ -11,6 +11,8 @@ from accelerate import hooks
 from torch import nn
 
 from hf_posswap.compat import accelerate_hooks
+from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from tests.training.tiny_models import tiny
 
 
 @pytest.fixture
@@ -80,3 +82,15 @@ def test_rebind_wrapped_forward(offloaded: Any) -> None:
     accelerate_hooks.rebind_wrapped_forward(offloaded)
     assert torch.equal(offloaded(torch.ones(1, 2)), expected)
     accelerate_hooks.rebind_wrapped_forward(nn.Linear(2, 2))  # without a hook there is nothing to do
+
+
+def test_take_out_of_autocast() -> None:
+    model, ids = tiny("llama"), torch.arange(8)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+        assert not torch.equal(prepared(ids).logits, before)
+        assert torch.equal(copy_sharing_weights(model)(ids).logits, before)
+        assert not torch.equal(prepared(ids).logits, before)
+        accelerate_hooks.take_out_of_autocast(model)
+        assert torch.equal(model(ids).logits, before)

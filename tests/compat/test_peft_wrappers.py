@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
+from hf_posswap.checkpoints.adapters import without_peft_warning
 from hf_posswap.compat import peft_wrappers
 from tests import forked
+from tests.training.tiny_models import tiny
 
 
 class Net(nn.Module):
@@ -178,3 +181,14 @@ if hot is not None:
     hot.hotswap_adapter(loaded, sys.argv[1], adapter_name="default", torch_device="cpu")
 print(*seen)
 """
+
+
+@pytest.mark.parametrize("saved", [None, ["lm_head"]])
+def test_weights_without_adapters(saved: list[str] | None) -> None:
+    model = tiny("llama")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with without_peft_warning():
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=saved))
+    found = peft_wrappers.weights_without_adapters(model)
+    assert list(found) == list(before)
+    assert all(torch.equal(found[name], before[name]) for name in before)

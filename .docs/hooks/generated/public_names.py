@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fit_logit_scale", "LogitScaleFit", "set_logit_scale", "rank_pairs", "select_pairs", "permute_rows",
         "set_blend", "finish_blend",
     ),
-    "Train": ("load_recipe", "run_recipe"),
+    "Train": ("load_recipe", "run_recipe", "PosswapCallback"),
     "Evaluate": ("evaluate", "compare", "Candidate", "EvalSettings", "Evaluation"),
     "Save, load, push": (
         "save", "load", "load_example", "push", "PushReport", "to_native", "export", "Export", "overrides",

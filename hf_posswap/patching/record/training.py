@@ -12,7 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hf_posswap.errors import RecordError
@@ -25,37 +25,43 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 _LENGTH = re.compile(r"[1-9][0-9]{0,8}")
 _MOST_LENGTHS = 32
 _VERSION = 1
+_LATER = {"software"}
+"""Fields that older records lack."""
+_UNPLAIN = re.compile(r"[^\w.,:+=/ @()-]")
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """One training, by a recipe.
+    """One training, by a recipe or by a Trainer with `PosswapCallback`.
 
     Attributes:
         base: Hub id, or name of the folder, of the model that it began with.
-        base_weights: digest of that model's weights.
+        base_weights: digest of that model's weights; None: not computed.
         recipe: name of the recipe; None: it has none.
         objective: what was minimised.
         what: which weights were trained.
         steps: optimizer steps, in all stages.
         tokens: read in them, over all processes.
-        data: digest of the documents, training's and held-out ones.
+        data: digest of the documents, training's and held-out ones, or of the rows of a Trainer's dataset; None: not
+            computed.
         held_out: nats a token of held-out documents, by the tokens that are read of each, as text; empty: not measured.
         swap: digest of the swap that the weights were trained under; None: there was none.
+        software: versions of the packages that trained, by name; empty: not recorded.
         version: of this format.
     """
 
     base: str
-    base_weights: str
+    base_weights: str | None
     recipe: str | None
     objective: str
     what: str
     steps: int
     tokens: int
-    data: str
+    data: str | None
     held_out: dict[str, float]
     swap: str | None
     version: int = _VERSION
+    software: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, (good, expected) in _FIELDS.items():
@@ -103,7 +109,7 @@ def training_of(config: Any) -> TrainingRecord | None:
     if recorded is None:
         return None
     names = {field.name for field in fields(TrainingRecord)}
-    if not isinstance(recorded, dict) or set(recorded) != names:
+    if not isinstance(recorded, dict) or not names - _LATER <= set(recorded) <= names:
         expected = "an object" if not isinstance(recorded, dict) else f"exactly {', '.join(sorted(names))}"
         raise RecordError(
             f"config.{NAME} must hold {expected}, got {reprlib.repr(recorded)}: update hf_posswap, or remove {NAME} "
@@ -112,12 +118,30 @@ def training_of(config: Any) -> TrainingRecord | None:
     return TrainingRecord(**recorded)
 
 
+def plain_name(name: str) -> str:
+    """Return `name` as a record may hold it.
+
+    Example:
+        >>> plain_name("me/model"), plain_name("")
+        ('me/model', 'unnamed')
+    """
+    return _UNPLAIN.sub("_", name)[:128] or "unnamed"
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(_TEXT.fullmatch(value))
 
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
+
+
+def _is_digest_or_none(value: Any) -> bool:
+    return value is None or _is_digest(value)
+
+
+def _is_versions(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= _MOST_LENGTHS and all(map(_is_text, (*value, *value.values())))
 
 
 def _is_count(value: Any) -> bool:
@@ -134,13 +158,14 @@ def _is_losses(value: Any) -> bool:
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "version": (lambda value: value == _VERSION and type(value) is int, f"{_VERSION}"),
     "base": (_is_text, "a name of at most 128 letters"),
-    "base_weights": (_is_digest, "16 hexadecimal digits"),
+    "base_weights": (_is_digest_or_none, "16 hexadecimal digits, or null"),
     "recipe": (lambda value: value is None or _is_text(value), "a name of at most 128 letters, or null"),
     "objective": (_is_text, "a name"),
     "what": (_is_text, "a name"),
     "steps": (_is_count, "a whole number"),
     "tokens": (_is_count, "a whole number"),
-    "data": (_is_digest, "16 hexadecimal digits"),
+    "data": (_is_digest_or_none, "16 hexadecimal digits, or null"),
     "held_out": (_is_losses, "an object of lengths in tokens to finite numbers"),
-    "swap": (lambda value: value is None or _is_digest(value), "16 hexadecimal digits, or null"),
+    "swap": (_is_digest_or_none, "16 hexadecimal digits, or null"),
+    "software": (_is_versions, "an object of package names to versions"),
 }

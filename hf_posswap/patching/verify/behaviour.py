@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.accelerate_hooks import take_out_of_autocast
+from hf_posswap.compat.python_functions import rebound
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.edits.offload import weight_maps
@@ -61,9 +63,17 @@ def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[
 
 
 def copy_sharing_weights(model: Any) -> Any:
-    """Return a copy of `model` that shares its parameters and buffers: only its structure is copied."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, tensors | weight_maps(model))
+    """Return a copy of `model` that shares its parameters and buffers: only its structure is copied.
+
+    A forward that another library put on a module, as TRL does, runs the copy; accelerate's autocast is left out.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, memo := memo | weight_maps(model))
+    for module in copied.modules():
+        take_out_of_autocast(module)
+        if (forward := vars(module).get("forward")) is not None:
+            vars(module)["forward"] = rebound(forward, memo)
+    return copied
 
 
 def _difference(

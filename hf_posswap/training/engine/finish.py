@@ -22,7 +22,7 @@ from hf_posswap.training.engine.picture import draw_losses
 from hf_posswap.training.engine.recording import leave_record
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 from hf_posswap.utils.format import interval_text
-from hf_posswap.utils.user_paths import expand_home
+from hf_posswap.utils.user_paths import expand_home, without_folder
 
 REPORT = "report.json"
 _UNITS = {
@@ -73,14 +73,14 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "verified": verify_swap(model).checks if swapped else {},
         "nll": nll,
         "vectors": held_out_vectors(recipe, run, model, reach=None if plan is None else plan["max_length"]),
-        "training": leave_record(recipe, results, nll, saved, base=str(_without_folder(recipe.model.name))).to_dict(),
+        "training": leave_record(recipe, results, nll, saved, base=str(without_folder(recipe.model.name))).to_dict(),
         "card": _for_card(recipe),
     }
     curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
     if importlib.util.find_spec("matplotlib") is not None and any(
         "loss" in entry for _, entries in curves for entry in entries
     ):
-        subtitle = f"{_without_folder(recipe.model.name)}. {_swap_text(report)}"
+        subtitle = f"{without_folder(recipe.model.name)}. {_swap_text(report)}"
         draw_losses(curves, run.folder / "loss.png", below=subtitle, unit=_UNITS[recipe.objective.kind])
     _write(run, report)
     return report
@@ -112,15 +112,10 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     public = {name: fields[name] for name in public_keys} | {"training": result_settings(recipe.training)}
     del public["data"]["cache"]
     for owner, name in [(public["model"], "name"), (public["model"], "tokenizer")]:
-        owner[name] = _without_folder(owner[name])
+        owner[name] = without_folder(owner[name])
     for source in public["data"]["sources"]:
-        source["path"] = _without_folder(source["path"])
+        source["path"] = without_folder(source["path"])
     return public
-
-
-def _without_folder(name: str | None) -> str | None:
-    path = None if name is None else expand_home(name)
-    return name if path is None or not path.exists() else path.name
 
 
 def as_markdown(report: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
-from hf_posswap.patching.record.training import NAME, TrainingRecord, swap_digest
+from hf_posswap.patching.record.training import NAME, TrainingRecord, plain_name, swap_digest
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.phase import DONE, PhaseResult
 from hf_posswap.utils.atomic_io import read_json, read_object
@@ -22,7 +21,6 @@ _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 _NONE = (None, "", "")
 _BASE = "weights of the base"
 _DATA = "documents of "
-_UNPLAIN = re.compile(r"[^\w.,:+=/ @()-]")
 
 
 def leave_record(
@@ -47,9 +45,9 @@ def leave_record(
     values = {} if path is None else read_json(path)
     swap_values = values.get(swap)
     record = TrainingRecord(
-        base=_plain(base),
+        base=plain_name(base),
         base_weights=identity[_BASE],
-        recipe=None if recipe.name is None else _plain(recipe.name),
+        recipe=None if recipe.name is None else plain_name(recipe.name),
         objective=recipe.objective.kind,
         what=recipe.what,
         steps=sum(result.steps for result in results),
@@ -61,11 +59,6 @@ def leave_record(
     if path is not None:
         write_listed_json(path, {**values, name: record.to_dict()})
     return record
-
-
-def _plain(name: str) -> str:
-    """Return `name` sanitized for the record."""
-    return _UNPLAIN.sub("_", name)[:128] or "unnamed"
 
 
 def _digest(documents: dict[str, Any]) -> str:

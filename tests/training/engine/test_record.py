@@ -141,6 +141,8 @@ def test_weights_of_a_recorded_training_are_those_of_one_without_it(place: Path,
         ({"held_out": {"32": float("nan")}}, r"held_out must be an object of lengths in tokens to finite numbers"),
         ({"held_out": {"x": 1.0}}, r"held_out must be"),
         ({"version": 2}, r"version must be 1, got 2"),
+        ({"base_weights": "x"}, r"base_weights must be 16 hexadecimal digits, or null"),
+        ({"software": {"torch": 2}}, r"software must be an object of package names to versions"),
         ({"more": 1}, r"must hold exactly base, base_weights, data, .*update hf_posswap"),
     ],
 )
@@ -151,6 +153,13 @@ def test_a_record_that_is_none_is_refused_by_name(
     config.posswap_training = {**config.posswap_training, **changes}
     with pytest.raises(hf_posswap.errors.RecordError, match=says):
         training_of(config)
+
+
+def test_a_record_of_an_older_version_is_read(runs: dict[str, Finished]) -> None:
+    config = hf_posswap.load(runs["control"].model).config
+    held = training_of(config)
+    del config.posswap_training["software"]
+    assert training_of(config) == held
 
 
 def test_a_record_that_is_no_object_is_refused(runs: dict[str, Finished]) -> None:

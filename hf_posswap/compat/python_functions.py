@@ -1,0 +1,85 @@
+"""Functions that other libraries put on a model in the place of its forward, for a copy of the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+
+def rebound(function: Any, copies: Mapping[int, Any], _above: tuple[int, ...] = ()) -> Any:
+    """Return `function` with what it holds of copied objects _exchanged for the copies; itself if it holds none.
+
+    `copy.deepcopy` shares functions. A forward that TRL or accelerate put on a model reaches that model by its closure,
+    so a copy of the model would run the original. Touches the attributes of functions, methods and cells that the
+    language reference documents (Python 3.11 to 3.13).
+
+    Args:
+        function: a function, a method, a partial, or an object with `__call__` that holds such.
+        copies: the copies by the id of the original, as `copy.deepcopy` leaves them in its memo.
+
+    Example:
+        >>> def holding(value):
+        ...     return lambda: value
+        >>> old, new = [1], [2]
+        >>> rebound(holding(old), {id(old): new})()
+        [2]
+    """
+    if id(function) in _above:
+        return function
+    above = (*_above, id(function))
+
+    def _exchanged(value: Any) -> Any:
+        if id(value) in copies and not isinstance(value, FunctionType | MethodType):
+            return copies[id(value)]
+        return rebound(value, copies, above) if callable(value) and not isinstance(value, type) else value
+
+    if isinstance(function, MethodType):
+        parts = (function.__func__, function.__self__)
+        new = tuple(map(_exchanged, parts))
+        return function if _same(parts, new) else MethodType(*new)
+    if isinstance(function, functools.partial):
+        held = (function.func, *function.args, *function.keywords.values())
+        new = tuple(map(_exchanged, held))
+        count = 1 + len(function.args)
+        keywords = dict(zip(function.keywords, new[count:], strict=True))
+        return function if _same(held, new) else functools.partial(new[0], *new[1:count], **keywords)
+    if isinstance(function, FunctionType):
+        return _rebound_closure(function, _exchanged)
+    held_by_name = vars(function) if hasattr(function, "__dict__") and id(function) not in copies else {}
+    new_by_name = {name: _exchanged(value) for name, value in held_by_name.items()}
+    if _same(held_by_name.values(), new_by_name.values()):
+        return function
+    twin = object.__new__(type(function))  # accelerate's refuses copy.copy
+    vars(twin).update(new_by_name)
+    return twin
+
+
+def _rebound_closure(function: FunctionType, _exchanged: Any) -> FunctionType:
+    cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if not _is_empty(cell)]
+    new = {id(cell): value for cell, before in cells if (value := _exchanged(before)) is not before}
+    wrapped = vars(function).get("__wrapped__")
+    if not new and (wrapped is None or _exchanged(wrapped) is wrapped):
+        return function
+    closure = tuple(CellType(new[id(cell)]) if id(cell) in new else cell for cell in function.__closure__ or ())
+    twin = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure or None
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    vars(twin).update(vars(function))
+    if wrapped is not None:
+        vars(twin)["__wrapped__"] = _exchanged(wrapped)
+    return twin
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _same(before: Any, after: Any) -> bool:
+    return all(one is other for one, other in zip(before, after, strict=True))

@@ -1,0 +1,504 @@
+"""`PosswapCallback` in the Trainers of other libraries: what it proves, stops, and leaves in checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import hf_posswap
+from hf_posswap import PosswapCallback, load, patch_model, unpatch_model
+from hf_posswap.checkpoints.card import CardFacts, write_card
+from hf_posswap.errors import (
+    CheckpointError,
+    NotPatchedError,
+    NumericError,
+    OptionError,
+    PositionRangeError,
+    SwapVerificationError,
+    TrainingError,
+    TrainingWarning,
+    UnknownNameError,
+)
+from hf_posswap.patching.record.training import swap_digest, training_of
+from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.training.data.digest import dataset_digest
+from hf_posswap.utils.weights_digest import weights_digest
+from tests import forked
+from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
+
+pytest.importorskip("accelerate")
+LENGTH = 32
+TRL_ASKS = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is:FutureWarning")  # TRL's default, PEFT
+SWAPS = {"yarn:factor=4": "llama", "alibi": "llama", "kerple": "gpt2", "rope": "bloom"}
+QUIET: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 0, "save_steps": 2}
+
+
+def rows(count: int = 8, length: int = LENGTH, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Return rows of random tokens and labels."""
+    ids = torch.randint(VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(model: Any, folder: Path, *callbacks: TrainerCallback, data: Any = None, **options: Any) -> Trainer:
+    chosen: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    arguments = TrainingArguments(str(folder), **chosen | QUIET | options)
+    given = {"train_dataset": rows() if data is None else data, "eval_dataset": rows(2, length=400)}
+    return Trainer(model, arguments, callbacks=list(callbacks), **given)
+
+
+def swapped(scheme: str = "yarn:factor=4", **options: Any) -> Any:
+    return patch_model(tiny(SWAPS.get(scheme, "llama"), **options), scheme, max_length=4 * WINDOW)
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.tensor([row["input_ids"] for row in rows(2, seed=9)])
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+class At(TrainerCallback):
+    """Does something at the end of one step."""
+
+    def __init__(self, step: int, do: Callable[[Any], object]) -> None:
+        self.step, self.do, self.steps = step, do, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.steps = state.global_step
+        if state.global_step == self.step:
+            self.do(model)
+
+
+def watch() -> At:
+    """Return a callback that counts steps."""
+    return At(0, lambda model: None)
+
+
+@pytest.mark.parametrize("scheme", SWAPS)
+def test_a_training_is_proved_recorded_and_saved_with_its_swap(scheme: str, tmp_path: Path) -> None:
+    base = tiny(SWAPS[scheme])
+    base.name_or_path = "me/tiny"
+    before, model = weights_digest(base), patch_model(base, scheme, max_length=4 * WINDOW)
+    proof = PosswapCallback(scheme)
+    run = trainer(model, tmp_path, proof)
+    run.train()
+    run.save_model(str(tmp_path / "model"))
+    assert proof.verification is not None
+    assert proof.verification.checks.keys() == hf_posswap.verify_swap(model).checks.keys()
+    for folder, steps in [("checkpoint-2", 2), ("checkpoint-4", 4), ("model", 4)]:
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        training = training_of(load(tmp_path / folder).config)
+        assert training is not None
+        assert training.to_dict() == config["posswap_training"]
+        assert (training.base, training.base_weights, training.steps) == ("me/tiny", before, steps)
+        assert training.tokens == steps * 2 * LENGTH
+        assert training.swap == swap_digest(hf_posswap.swap_plan(model).record)
+        assert training.data == dataset_digest(rows())
+        assert training.software["torch"] == torch.__version__
+        assert training.what == "full"
+    assert torch.equal(logits(load(tmp_path / "model")), logits(model))
+    assert str(training) in write_card(tmp_path / "model", CardFacts("me/mine"), online=False)
+    assert not [finding for finding in hf_posswap.doctor(tmp_path / "model").findings if finding.severity == "error"]
+    shown = hf_posswap.explain(str(tmp_path / "model")).report
+    assert shown.trained == str(training)
+
+
+def test_it_changes_no_weight_that_a_training_without_it_gives(tmp_path: Path) -> None:
+    ends = []
+    for callbacks in ([], [PosswapCallback()]):
+        model = swapped("kerple", attn_pdrop=0.1)  # dropout: the proof must not take random numbers
+        trainer(model, tmp_path / str(len(callbacks)), *callbacks).train()
+        ends.append(weights_digest(model))
+    assert ends[0] == ends[1]
+
+
+def test_a_model_without_a_swap_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    seen = watch()
+    with pytest.raises(NotPatchedError, match=r"carries no swap.*patch_model.*require=False"):
+        trainer(tiny("llama"), tmp_path, PosswapCallback(), seen).train()
+    assert seen.steps == 0
+
+
+def test_a_control_is_recorded_without_a_swap(tmp_path: Path) -> None:
+    model = tiny("llama")
+    before = weights_digest(model)
+    trainer(model, tmp_path, PosswapCallback(require=False)).train()
+    training = training_of(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4").config)
+    assert training is not None
+    assert (training.swap, training.base_weights, training.steps) == (None, before, 4)
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ("linear:factor=4", "it carries yarn"),
+        ("yarn:factor=8", r"its factor is 4\.0"),
+        ("yarn:factor=4,base=500", "base"),
+    ],
+)
+def test_another_scheme_than_expected_is_refused(expected: str, message: str, tmp_path: Path) -> None:
+    seen = watch()
+    with pytest.raises(SwapVerificationError, match=message):
+        trainer(swapped(), tmp_path, PosswapCallback(expected), seen).train()
+    assert seen.steps == 0
+
+
+def _plain_config(model: Any) -> None:
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _plain_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.copy_(tiny("llama").model.rotary_emb.inv_freq)
+
+
+LOSSES: dict[str, Callable[[Any], object]] = {
+    "unpatched": unpatch_model,
+    "config": _plain_config,
+    "frequencies": _plain_frequencies,
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_mechanism_that_is_lost_before_training_stops_it(kind: str, tmp_path: Path) -> None:
+    model, seen = swapped(), watch()
+    run = trainer(model, tmp_path, PosswapCallback(), seen)
+    LOSSES[kind](model)
+    with pytest.raises((NotPatchedError, SwapVerificationError)):
+        run.train()
+    assert seen.steps == 0
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_mechanism_that_is_lost_in_training_stops_it_before_anything_is_saved(kind: str, tmp_path: Path) -> None:
+    seen = At(2, LOSSES[kind])
+    with pytest.raises(SwapVerificationError, match=r"lost its swap by step|no longer intact"):
+        trainer(swapped(), tmp_path, seen, PosswapCallback()).train()
+    assert seen.steps == 2
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_trainer_whose_model_was_replaced_is_refused(tmp_path: Path) -> None:
+    run = trainer(swapped(), tmp_path, PosswapCallback())
+    run.model = run.model_wrapped = tiny("llama")
+    with pytest.raises(NotPatchedError, match="carries no swap"):
+        run.train()
+
+
+def test_an_absurd_first_loss_stops_before_the_second_step(tmp_path: Path) -> None:
+    model, seen = swapped(), watch()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100.0)
+    with pytest.raises(TrainingError, match=r"first loss is .*, above 7\.204 .*tokenizer"):
+        trainer(model, tmp_path, seen, PosswapCallback(), save_steps=1).train()
+    assert math.isclose(math.log(VOCABULARY) + 1.5, 7.204, abs_tol=1e-3)
+    assert seen.steps == 1
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
+def test_a_given_limit_is_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"above 1\.000 \(max_first_loss\)"):
+        trainer(swapped(), tmp_path, PosswapCallback(max_first_loss=1.0)).train()
+    proof = PosswapCallback(max_first_loss=math.inf)
+    run = trainer(swapped(), tmp_path, proof, logging_steps=1)
+    run.train()
+    assert proof.first_loss == run.state.log_history[0]["loss"]
+
+
+@pytest.mark.parametrize("norm", [1.0, 0.0], ids=["gradients clipped", "not clipped"])
+def test_a_first_loss_that_the_trainer_hides_as_zero_is_found(norm: float, tmp_path: Path) -> None:
+    data, seen = [row | {"labels": [-100] * LENGTH} for row in rows()], watch()
+    with pytest.raises(NumericError, match="no token of the batch has a label"):
+        trainer(swapped(), tmp_path, PosswapCallback(), seen, data=data, max_grad_norm=norm).train()
+    assert seen.steps == 1
+    model = swapped()
+    with torch.no_grad():
+        model.lm_head.weight[0] = math.nan
+    with pytest.raises((NumericError, SwapVerificationError), match="not finite"):
+        trainer(model, tmp_path, PosswapCallback(), max_grad_norm=norm).train()
+
+
+def test_a_longer_sequence_than_the_swap_is_for_stops_the_training(tmp_path: Path) -> None:
+    data, seen = rows(length=4 * WINDOW + 1), watch()
+    with pytest.raises(
+        PositionRangeError, match=r"has 257 positions, and the swap to yarn.* is for 256.*max_length=257"
+    ):
+        trainer(swapped(), tmp_path, PosswapCallback(), seen, data=data).train()
+    assert seen.steps == 0
+    trainer(swapped(), tmp_path, PosswapCallback(max_length=257), data=data).train()
+
+
+def test_packed_rows_count_by_their_positions_and_evaluation_may_read_farther(tmp_path: Path) -> None:
+    long = [row | {"position_ids": [*range(150), *range(150)]} for row in rows(length=300)]
+    model = swapped()
+    run = trainer(model, tmp_path, PosswapCallback(), data=long, eval_strategy="steps", eval_steps=2)
+    run.train()
+    far = [row | {"position_ids": [*range(300, 400)]} for row in rows(length=100)]
+    with pytest.raises(PositionRangeError, match="has 400 positions"):
+        trainer(swapped(), tmp_path, PosswapCallback(), data=far).train()
+    assert not model._forward_pre_hooks  # nothing stays behind
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["", "callbacks restored"])
+def test_a_resumed_run_is_proved_again_and_continues_its_record(restored: bool, tmp_path: Path) -> None:
+    first = PosswapCallback("yarn")
+    trainer(swapped(), tmp_path, first).train()
+    again = PosswapCallback("yarn")
+    run = trainer(swapped(), tmp_path, again, max_steps=6, restore_callback_states_from_checkpoint=restored)
+    run.train(resume_from_checkpoint=True)
+    proof = next(one for one in run.callback_handler.callbacks if isinstance(one, PosswapCallback))
+    assert proof.verification is not None
+    assert first.record is not None
+    assert proof.record is not None
+    assert (proof.record.steps, proof.record.tokens) == (6, 6 * 2 * LENGTH)
+    assert proof.record.base_weights == first.record.base_weights
+    assert proof.first_loss is not None
+    assert training_of(load(tmp_path / "checkpoint-6").config) == proof.record
+
+
+def test_a_resumed_run_with_another_swap_or_none_is_refused(tmp_path: Path) -> None:
+    trainer(swapped(), tmp_path, PosswapCallback()).train()
+    other = patch_model(tiny("llama"), "linear", factor=4)  # whose weights have the same names and shapes
+    with pytest.raises(TrainingError, match=r"step 4 was trained with .*yarn.*the model now has .*linear"):
+        trainer(other, tmp_path, PosswapCallback(), max_steps=6).train(resume_from_checkpoint=True)
+    with pytest.raises(TrainingError, match="the model now has no swap"):
+        trainer(tiny("llama"), tmp_path, PosswapCallback(require=False), max_steps=6).train(resume_from_checkpoint=True)
+
+
+def test_a_blend_may_advance(tmp_path: Path) -> None:
+    model = patch_model(tiny("gpt2"), hf_posswap.Blend(hf_posswap.Rope(), 0.2), max_length=WINDOW)
+    advance = At(2, lambda model: hf_posswap.set_blend(model, 0.6))
+    trainer(model, tmp_path, PosswapCallback("blend"), advance).train()
+    assert load(tmp_path / "checkpoint-4").config.posswap["scheme"]["weight"] == 0.6
+
+
+def test_a_checkpoint_that_was_written_without_the_swap_is_refused(tmp_path: Path) -> None:
+    class Careless(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            path = Path(str(output_dir)) / "config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "posswap": None}))
+
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, **QUIET)
+    run = Careless(swapped(), arguments, train_dataset=rows(), callbacks=[PosswapCallback()])
+    with pytest.raises(CheckpointError, match=r"without its swap to yarn: config.json does not name it"):
+        run.train()
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_proved_and_watched(backend: str, tmp_path: Path) -> None:
+    proof = PosswapCallback()
+    trainer(swapped(), tmp_path, proof, torch_compile_backend=backend, max_steps=2).train()
+    assert proof.verification is not None
+    assert proof.record is not None
+    assert proof.record.tokens == 2 * 2 * LENGTH
+    long = rows(length=4 * WINDOW + 1)
+    with pytest.raises(PositionRangeError, match="has 257 positions"):
+        trainer(swapped(), tmp_path, PosswapCallback(), torch_compile_backend=backend, data=long).train()
+
+
+@pytest.mark.parametrize("scheme", ["yarn:factor=4", "alibi"])
+def test_mixed_precision_is_proved_in_full_precision(scheme: str, tmp_path: Path) -> None:
+    proof = PosswapCallback()
+    run = trainer(swapped(scheme), tmp_path, proof, bf16=True)
+    run.train()
+    assert run.accelerator.native_amp
+    assert proof.verification is not None
+    again = load(tmp_path / "checkpoint-4")
+    assert torch.equal(logits(again), logits(copy_sharing_weights(run.model)))  # without autocast
+
+
+@pytest.mark.parametrize("scheme", ["yarn:factor=4", "kerple"])
+def test_an_adapter_loads_with_its_swap_and_record(scheme: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny(SWAPS[scheme])
+    before = weights_digest(base)
+    hf_posswap.save(base, tmp_path / "base")
+    model = patch_model(load(tmp_path / "base"), scheme, max_length=4 * WINDOW)
+    target = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}[SWAPS[scheme]]
+    config = peft.LoraConfig(target_modules=target, r=4, init_lora_weights=False, fan_in_fan_out=scheme == "kerple")
+    adapted = hf_posswap.add_adapter(model, config)
+    proof = PosswapCallback(scheme)
+    run = trainer(adapted, tmp_path / "run", proof)
+    run.train()
+    run.save_model(str(tmp_path / "adapter"))
+    assert proof.verification is not None
+    for folder in (tmp_path / "run" / "checkpoint-4", tmp_path / "adapter"):
+        loaded = load(folder)
+        assert torch.equal(logits(loaded), logits(adapted))
+        training = training_of(loaded.get_base_model().config)
+        assert training is not None
+        assert training == proof.record
+        assert (training.what, training.base_weights) == ("lora", before)
+
+
+def test_two_processes_under_ddp_prove_and_count_alike(tmp_path: Path) -> None:
+    def work() -> None:
+        torch.set_num_threads(1)
+        proof = PosswapCallback("alibi")
+        trainer(swapped("alibi"), tmp_path, proof, max_steps=2).train()
+        assert proof.verification is not None
+        assert proof.record is not None
+        assert proof.record.tokens == 2 * 2 * 2 * LENGTH
+        (tmp_path / os.environ["RANK"]).write_text(str(proof.first_loss))
+
+    forked.run_ranks(work)
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    assert training_of(load(tmp_path / "checkpoint-2").config).tokens == 2 * 2 * 2 * LENGTH  # type: ignore[union-attr]
+
+
+@TRL_ASKS
+@pytest.mark.parametrize(("lora", "half"), [(False, False), (True, False), (False, True)], ids=["full", "lora", "bf16"])
+def test_trl_trains_a_swapped_model(lora: bool, half: bool, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    peft, datasets = pytest.importorskip("peft"), pytest.importorskip("datasets")
+    from hf_posswap.training import byte_tokenizer
+
+    words = byte_tokenizer()
+    words.pad_token = words.eos_token
+    texts = datasets.Dataset.from_list([{"text": f"{n} ships at sea, and {n} on the river. " * 8} for n in range(8)])
+    hf_posswap.save(tiny("llama"), tmp_path / "base", tokenizer=words)
+    model = patch_model(load(tmp_path / "base"), "yarn", factor=4)
+    common = {"max_steps": 2, "bf16": half, "max_length": 4 * WINDOW, "per_device_train_batch_size": 2}
+    options = {**QUIET, **common, "learning_rate": 1e-3, "output_dir": str(tmp_path / "run")}
+    proof = PosswapCallback("yarn:factor=4")
+    run = trl.SFTTrainer(
+        model,
+        args=trl.SFTConfig(**options),
+        train_dataset=texts,
+        processing_class=words,
+        peft_config=peft.LoraConfig(target_modules=["q_proj"], r=4) if lora else None,
+        callbacks=[proof],
+    )
+    run.train()
+    run.save_model(str(tmp_path / "model"))
+    loaded = load(tmp_path / "model")
+    assert torch.equal(logits(loaded), logits(copy_sharing_weights(run.model)))
+    base = loaded.get_base_model() if lora else loaded
+    training = training_of(base.config)
+    assert training is not None
+    assert training == proof.record
+    assert (training.objective, training.what) == ("SFTConfig", "lora" if lora else "full")
+    assert training.data is not None
+    assert re.fullmatch(r"[0-9a-f]{16}", training.data)
+    assert training.software["trl"] == trl.__version__
+
+
+@TRL_ASKS
+def test_an_absurd_first_loss_stops_trl_too(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from hf_posswap.training import byte_tokenizer
+
+    words = byte_tokenizer()
+    words.pad_token = words.eos_token
+    texts = datasets.Dataset.from_list([{"text": f"{n} ships at sea. " * 8} for n in range(8)])
+    arguments = trl.SFTConfig(str(tmp_path), max_steps=4, bf16=False, max_length=64, **QUIET)
+    proof, seen = PosswapCallback(max_first_loss=0.5), watch()
+    given = {"train_dataset": texts, "processing_class": words, "callbacks": [proof, seen]}
+    with pytest.raises(TrainingError, match="above 0.500"):
+        trl.SFTTrainer(swapped(), args=arguments, **given).train()
+    assert seen.steps == 1
+
+
+def test_sentence_transformers_train_a_swapped_encoder(tmp_path: Path) -> None:
+    st = pytest.importorskip("sentence_transformers")
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    from tests.patching.apply.test_wrapped import sentences
+
+    encoder = patch_model(sentences(), "alibi", max_length=512)
+    pairs = [{"one": f"{n} ships at sea", "other": f"at sea there are {n} ships"} for n in range(8)]
+    chosen: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4}
+    arguments = st.SentenceTransformerTrainingArguments(str(tmp_path / "run"), **chosen | QUIET)
+    proof = PosswapCallback("alibi")
+    data = datasets.Dataset.from_list(pairs)
+    loss = MultipleNegativesRankingLoss(encoder)
+    st.SentenceTransformerTrainer(encoder, arguments, data, loss=loss, callbacks=[proof]).train()
+    encoder.save_pretrained(str(tmp_path / "encoder"))
+    assert proof.verification is not None
+    assert proof.record is not None
+    assert proof.record.objective == "SentenceTransformerTrainingArguments"
+    assert proof.record.tokens > 0
+    for folder in (tmp_path / "run" / "checkpoint-2", tmp_path / "encoder"):
+        again = st.SentenceTransformer(str(folder), device="cpu")
+        assert hf_posswap.swap_plan(again).scheme.name == "alibi"
+        assert (again.encode(["A ship at sea."]) == encoder.encode(["A ship at sea."])).all()
+        assert training_of(load(folder).config) == proof.record
+    too_short = PosswapCallback(max_length=4)
+    with pytest.raises(PositionRangeError, match="max_seq_length of a SentenceTransformer"):
+        st.SentenceTransformerTrainer(encoder, arguments, data, loss=loss, callbacks=[too_short]).train()
+    hf_posswap.unpatch_model(encoder)
+    with pytest.raises(NotPatchedError, match="carries no swap"):
+        st.SentenceTransformerTrainer(encoder, arguments, data, loss=loss, callbacks=[PosswapCallback()]).train()
+
+
+def test_a_trainer_that_logs_no_first_loss_is_warned_of(tmp_path: Path) -> None:
+    class Silent(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_log = False
+
+    with pytest.warns(TrainingWarning, match="logged no loss for its first step"):
+        trainer(swapped(), tmp_path, PosswapCallback(), Silent()).train()
+
+
+def test_a_digest_is_that_of_the_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    held = datasets.Dataset.from_list(rows())
+    assert dataset_digest(held) == dataset_digest(rows()) == dataset_digest(held.select(range(8)).with_format("torch"))
+    assert dataset_digest(held) != dataset_digest(held.select([1, 0, *range(2, 8)]))
+    assert dataset_digest(held.with_transform(lambda batch: batch)) is None
+    assert dataset_digest(held.to_iterable_dataset()) is None
+    assert dataset_digest([{"input_ids": torch.tensor([1, 2])}]) == dataset_digest([{"input_ids": [1, 2]}])
+    assert dataset_digest([object()]) is None
+
+
+class Unknown(Dataset[dict[str, torch.Tensor]]):
+    """Rows of a class that may change them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(values) for name, values in rows()[index].items()}
+
+
+def test_what_is_not_known_is_null(tmp_path: Path) -> None:
+    for number, (proof, data) in enumerate([(PosswapCallback(), Unknown()), (PosswapCallback(digests=False), rows())]):
+        trainer(swapped(), tmp_path / str(number), proof, data=data).train()
+        training = training_of(load(tmp_path / str(number) / "checkpoint-4").config)
+        assert training is not None
+        assert training.data is None
+        assert (training.base_weights is None) == (number == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_first_loss": 0}, OptionError, "max_first_loss must be a loss above 0, or None, got 0"),
+        ({"max_first_loss": float("nan")}, OptionError, "max_first_loss must be"),
+        ({"max_length": 0.5}, OptionError, "max_length must be a number of tokens above 0, or None, got 0.5"),
+        ({"require": 1}, OptionError, "require and digests must be True or False"),
+        ({"require": False, "scheme": "alibi"}, OptionError, "leave one out"),
+        ({"scheme": "alibii"}, UnknownNameError, "Did you mean 'alibi'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        PosswapCallback(**arguments)
+
+
+def test_no_warning_is_given_where_nothing_is_wrong(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        trainer(swapped("alibi"), tmp_path, PosswapCallback()).train()
