@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 import hf_posswap
 from tests.checkpoints.versions_child import CASES, load
+from tests.contract.pairs import NOISE
 
 RELEASED = Path(__file__).parent / "released"
 NAMES = sorted(folder.name for folder in RELEASED.iterdir())
@@ -76,8 +77,8 @@ def test_saved_again_it_has_todays_form(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", GENERATED, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_it_goes_on_as_it_did_behind_padding_and_with_a_cache(folder: Path) -> None:
-    found = load(folder, bare=False)
-    assert {way: gap for way, gap in found.items() if isinstance(gap, str) or gap > 1e-5} == {}
+    found = load(folder, bare=False)  # logits that another machine computed: its float32 rounds elsewhere
+    assert {way: gap for way, gap in found.items() if isinstance(gap, str) or gap > NOISE} == {}
 
 
 def test_a_checkpoint_of_each_case_was_saved_under_5_23() -> None:
