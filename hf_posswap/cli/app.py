@@ -75,11 +75,25 @@ def posswap(
             help="Print the version, the tested and the installed versions.",
         ),
     ] = False,
+    imported: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="FILE",
+            help="Run a Python file, or an installed module, that registers schemes of your own. It may also stand "
+            "behind the command. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Swap the position mechanism of a pretrained transformers model, and prove what the swap did.
 
     Begin with: posswap explain MODEL
     """
+    for name in imported or ():
+        from hf_posswap.utils.user_modules import import_module
+
+        import_module(name)
 
 
 BEGIN, SWAP, ADAPT, MEASURE, SHIP, LOOK_UP = "Begin", "Swap", "Adapt", "Measure", "Ship", "Look up"

@@ -86,6 +86,7 @@ def _quoted(name: Any) -> str:
     return "" if name is None else repr(str(name))
 
 
+_IMPORT = "--import"
 _interrupted = threading.Event()
 
 
@@ -126,7 +127,21 @@ class _OneLine:
 
 
 class PosswapGroup(_OneLine, TyperGroup):
-    """A group of commands that reports an error as one line on stderr and an exit code."""
+    """A group of commands that reports an error as one line on stderr and an exit code.
+
+    An `--import FILE` behind a command is taken as one before it; `--import MODULE:NAME`, of posswap check, is not.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first, rest, given = [], [], iter(args)
+        for word in given:
+            option, equals, name = word.partition("=")
+            value = next(given, None) if option == _IMPORT and not equals else name
+            if option != _IMPORT or value is None or (":" in value and not value.endswith(".py")):
+                rest += [word] if value is None or option != _IMPORT or equals else [word, value]
+            else:
+                first += [_IMPORT, value]
+        return super().parse_args(ctx, [*first, *rest])
 
 
 class PosswapCommand(_OneLine, TyperCommand):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import CheckpointError, OptionError, RemoteCodeError
+from hf_posswap.errors import CheckpointError, OptionError, PosswapError, RemoteCodeError
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.untrusted import read_bounded_json
@@ -103,7 +103,7 @@ def refused_code(source: str | Path, trust_remote_code: bool) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if trust_remote_code or TRUST not in str(error):
+        if trust_remote_code or TRUST not in str(error) or isinstance(error, PosswapError):
             raise
         raise RemoteCodeError(source) from error
 

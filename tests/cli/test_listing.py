@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,3 +219,15 @@ def test_one_family_is_shown_with_where_its_positions_live() -> None:
     wrong = CliRunner().invoke(app, ["families", "brat"])
     assert (wrong.exit_code, "or 'bart'?" in wrong.stderr) == (2, True)
     assert "give one of the two" in CliRunner().invoke(app, ["families", "bart", "--classes"]).stderr
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the command", "behind it"])
+def test_the_command_imports_a_file_with_schemes(before: bool, tmp_path: Path, posswap: Posswap) -> None:
+    path = tmp_path / "schemes_of_a_test.py"
+    path.write_text((ROOT / "tests" / "toys" / "of_functions.py").read_text())
+    given, command = ("--import", str(path)), ("schemes", "window-bias", "--json")
+    run = posswap(*given, *command) if before else posswap(*command, *given)
+    assert run.returncode == 0, run.stderr
+    assert [field["name"] for field in json.loads(run.stdout)["fields"]] == ["window", "toll"]
+    refused = posswap(*command)
+    assert (refused.returncode, refused.stderr.startswith("error: unknown scheme 'window-bias'")) == (2, True)

@@ -37,7 +37,7 @@ from hf_posswap.patching.sites.attention.relative import plan_relative, relative
 from hf_posswap.patching.sites.embedding.fitting import fitted
 from hf_posswap.patching.sites.embedding.plan import plan_embedding, plan_saved_tables
 from hf_posswap.patching.sites.rotary.plan import plan_rotary
-from hf_posswap.schemes.base import Scheme, make_scheme, names_one_scheme
+from hf_posswap.schemes.base import Scheme, make_scheme, names_one_scheme, scheme_class
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.utils.format import brief
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
@@ -345,7 +345,21 @@ def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
         original={path: config_at(main.model.config, path) for path in draft.values},
         stacks=stacks if main.stack.name else None,
         relative=main.relative,
+        imports=_foreign_modules(stacks) or None,
     )
+
+
+def _foreign_modules(value: Any) -> dict[str, str]:
+    """Return the modules of other packages that register the schemes in `value`, by the name of the scheme."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    found: dict[str, str] = {}
+    for child in children:
+        found |= _foreign_modules(child)
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        module = scheme_class(value["name"]).__module__
+        if module.partition(".")[0] != __name__.partition(".")[0]:
+            found[value["name"]] = module
+    return found
 
 
 def unwrap(model: Any) -> Any:

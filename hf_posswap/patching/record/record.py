@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION, attention_implementation
@@ -17,7 +17,7 @@ from hf_posswap.patching.record.schema import check_record
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.utils.result_views import ResultView
 
-_OPTIONAL = {"stacks", "relative"}
+_OPTIONAL = {"stacks", "relative", "imports"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,6 +37,8 @@ class SwapRecord(ResultView):
             left out of the JSON.
         relative: what became of positions inside attention that are no scheme, "keep" or "drop", as asked of
             `patch_model`; None, for a model that has none, is left out of the JSON.
+        imports: the module that registers each scheme which is not of this package, by its name; None, where there is
+            none, is left out of the JSON.
 
     Example:
         >>> from hf_posswap import patch_model, swap_plan
@@ -56,6 +58,7 @@ class SwapRecord(ResultView):
     version: int = RECORD_VERSION
     stacks: dict[str, dict[str, Any]] | None = None
     relative: Literal["keep", "drop"] | None = None
+    imports: dict[str, str] | None = field(default=None, compare=False)
 
     def _repr_facts(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from hf_posswap.errors import PosswapError, RecordError
+from hf_posswap.errors import PosswapError, RecordError, UnknownNameError
 from hf_posswap.schemes.base import make_scheme, scheme_class
 from hf_posswap.schemes.common.places import STRIDE
 
@@ -51,9 +51,10 @@ def check_record(values: dict[str, Any]) -> None:
                 f"{', '.join(_ORIGINAL)}."
             )
         _need(known[0](value), f"original.{name}", value, known[1])
-    _check_scheme(values["scheme"], "scheme", 1)
+    imports = values["imports"] or {}
+    _check_scheme(values["scheme"], "scheme", 1, imports)
     for name, scheme in (values["stacks"] or {}).items():
-        _check_scheme(scheme, f"stacks.{name}", 1)
+        _check_scheme(scheme, f"stacks.{name}", 1, imports)
 
 
 def _is_length(value: Any) -> bool:
@@ -82,6 +83,10 @@ _FIELDS: dict[str, _Rule] = {
     "stacks": (
         lambda value: value is None or _is_stacks(value),
         "an object with the schemes of encoder and decoder, or left out",
+    ),
+    "imports": (
+        lambda value: value is None or (isinstance(value, dict) and all(isinstance(m, str) for m in value.values())),
+        "an object with the module of each scheme of another package, or left out",
     ),
     "relative": (lambda value: value in (None, "keep", "drop"), "'keep' or 'drop', or left out"),
 }
@@ -146,7 +151,7 @@ def _check_leaf(where: str, value: Any) -> None:
         _need(bool(plain), where, value, "a number, true, false, null, or a plain word (no path, at most 128 letters)")
 
 
-def _check_scheme(value: Any, where: str, depth: int) -> None:
+def _check_scheme(value: Any, where: str, depth: int, imports: dict[str, str]) -> None:
     """Check `value` and the schemes inside it, the innermost first: each is an object with a `name`."""
     if not isinstance(value, dict | list | tuple):
         return
@@ -155,11 +160,20 @@ def _check_scheme(value: Any, where: str, depth: int) -> None:
     if named and depth > MOST_NESTED:
         raise RecordError(f"config.posswap: {where} is a scheme inside more than {MOST_NESTED - 1} others.")
     for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-        _check_scheme(child, f"{where}.{key}", depth + named)
+        _check_scheme(child, f"{where}.{key}", depth + named, imports)
     if not isinstance(value, dict) or not named:
         return
     try:
         scheme_class(value["name"])
         make_scheme(value)
+    except UnknownNameError as error:
+        module = imports.get(value["name"])
+        if module is None:
+            raise RecordError(f"config.posswap: {where} holds a scheme that cannot be built: {error}") from error
+        raise RecordError(
+            f"config.posswap: {where} is {value['name']!r}, a scheme that the module {module!r} registers. Import that "
+            f"module first: `import {module}` in Python, or posswap --import {module} on the command line (a file by "
+            "its path). Or load with trust_remote_code=True, if you trust the code that was saved with the model."
+        ) from error
     except (PosswapError, TypeError, ValueError, KeyError, OverflowError) as error:  # another package's scheme: any
         raise RecordError(f"config.posswap: {where} holds a scheme that cannot be built: {error}") from error

@@ -37,7 +37,7 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
         torch.enable_grad(),
     ):
         torch.manual_seed(0)
-        for part in scheme.mechanism(geometry).modules():
+        for part in reversed(list(scheme.mechanism(geometry).modules())):  # the innermost first: the error names it
             if isinstance(part, Mechanism):
                 _Trial(scheme, part, geometry).run()
 

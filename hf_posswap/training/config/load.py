@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.errors import CheckpointError, ConfigError
+from hf_posswap.errors import CheckpointError, ConfigError, OptionError
 from hf_posswap.training.config.problems import Problems
 from hf_posswap.training.config.reading import override, read_yaml
 from hf_posswap.training.config.scheme_texts import JSON
 from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.printable import brief_repr
+from hf_posswap.utils.user_modules import import_module
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:  # TrainingArguments imports accelerate and PEFT: deferred until a recipe is built
@@ -46,10 +47,24 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
         {'name': 'yarn', 'factor': 16}
     """
     if isinstance(source, Mapping):
-        return make_recipe(override(source, overrides))
+        values = override(source, overrides)
+        _import(values)
+        return make_recipe(values)
     path = find_recipe(source)
     values = override(read_yaml(path), overrides)
+    _import(values)
     return make_recipe({**values, "name": values.get("name") or path.stem}, where=str(source))
+
+
+def _import(values: Mapping[str, Any]) -> None:
+    """Import the modules that a recipe names, which register its schemes."""
+    names = values.get("imports")
+    for name in names if isinstance(names, list | tuple) else ():  # anything else is refused with all other values
+        if isinstance(name, str):
+            try:
+                import_module(name)
+            except OptionError as error:
+                raise ConfigError(f"imports: {error}") from error
 
 
 def check_recipe(recipe: Any, function: str) -> None:

@@ -16,10 +16,11 @@ from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.untrusted import MOST_LEVELS, read_bounded
 from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, bounded_float, bounded_integer, load_yaml
+from hf_posswap.utils.user_modules import SUFFIX
 
 MOST_FILES = 100
 """Most files that one recipe may include, directly or not; a file counts each time it is read."""
-INCLUDE = "include"
+INCLUDE, IMPORTS = "include", "imports"
 _ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
 """Keys, and the arguments that are dropped when the key's value changes."""
 _FIRST = ("swap.scheme=", "training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
@@ -106,10 +107,20 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         value_repr = brief_repr(included)
         raise ConfigError(f"{shown(path)}: include must be a file name or a list of them, got {value_repr}.")
+    values |= _imported(path, values)
     merged: dict[str, Any] = {}
     for name in names:
         merged = merge(merged, _read(_included(path, name), chain, seen))
     return merge(merged, values)
+
+
+def _imported(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the modules that the recipe `path` imports: files lie in its folder, or where they say."""
+    names = values.get(IMPORTS)
+    if not isinstance(names, list):
+        return {}
+    is_file = [isinstance(name, str) and name.endswith(SUFFIX) and not name.startswith("~") for name in names]
+    return {IMPORTS: [str(path.parent / name) if found else name for name, found in zip(names, is_file, strict=True)]}
 
 
 def _is_pipe(path: Path) -> bool:

@@ -168,6 +168,7 @@ class Recipe(ResultView):
         stages: successive lengths and schemes; empty: one stage, the recipe itself.
         out: the folder for checkpoints, logs, report and the finished model.
         name: of the recipe, for the finished model's record; none: that of its file.
+        imports: Python files, relative to the recipe, or modules that register schemes of your own; they are run.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -182,6 +183,7 @@ class Recipe(ResultView):
     stages: tuple[StageSettings, ...] = ()
     out: str = "posswap-run"
     name: str | None = None
+    imports: tuple[str, ...] = ()
 
     def _repr_facts(self) -> dict[str, Any]:
         swap = self.swap.scheme if isinstance(self.swap.scheme, str) else brief(self.swap.scheme)

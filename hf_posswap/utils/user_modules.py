@@ -1,0 +1,69 @@
+"""A user's own modules, which register schemes or families: imported by file or by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from hf_posswap.errors import OptionError
+from hf_posswap.utils.format import said_by
+from hf_posswap.utils.user_paths import expand_home
+
+SUFFIX = ".py"
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module, once in a process, and return it: its decorators register what it defines.
+
+    A file becomes a module of its name without .py, so that other processes, pickles and checkpoints find it again
+    where its folder is on `PYTHONPATH`, or is the current one.
+
+    Args:
+        name: a file, "my_schemes.py", or the name of an installed module.
+
+    Raises:
+        OptionError: there is no such file or module, its name is taken by another module, or its code fails.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "my_example_schemes.py"
+        ...     _ = path.write_text("ANSWER = 42")
+        ...     import_module(str(path)).ANSWER
+        42
+    """
+    if not name.endswith(SUFFIX):
+        try:
+            return importlib.import_module(name)
+        except Exception as error:  # somebody's own code may raise anything
+            raise OptionError(
+                f"cannot import {name!r}: {type(error).__name__}: {said_by(error)}. Give a file that ends in .py, or a "
+                "module that Python finds."
+            ) from error
+    path = expand_home(name).resolve()
+    if not path.is_file():
+        raise OptionError(f"cannot import {name!r}: there is no such file.")
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        if Path(getattr(known, "__file__", None) or "").resolve() == path:
+            return known
+        raise OptionError(
+            f"cannot import {name!r}: Python has another module {path.stem!r} already, "
+            f"{getattr(known, '__file__', None) or 'built in'}. Rename the file."
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[path.stem]
+        if not isinstance(error, Exception):
+            raise
+        raise OptionError(f"cannot import {name!r}: {type(error).__name__}: {said_by(error)}") from error
+    return module

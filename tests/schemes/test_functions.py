@@ -1,0 +1,219 @@
+"""Schemes from functions: what the decorators make of a signature, against stock models and formulas by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import hf_posswap
+from hf_posswap import patch_model, swap_plan, verify_swap
+from hf_posswap.errors import DuplicateNameError, OptionError, RecordError, SchemeError
+from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.schemes import SCHEMES, bias, make_scheme, native, query_scale, rotation
+from hf_posswap.schemes.base import PARTS
+from hf_posswap.training.config import load_recipe
+from hf_posswap.utils.user_modules import import_module
+from tests.checkpoints import fresh
+from tests.contract.models import build
+from tests.contract.pairs import words
+from tests.toys import of_functions
+from tests.toys.of_functions import clipped_rope, log_scale, window_bias
+
+FILE = Path(of_functions.__file__)
+LENGTH = 24
+
+
+def forget() -> None:
+    for scheme in (clipped_rope, window_bias, log_scale):
+        (PARTS if scheme is log_scale else SCHEMES).remove(scheme.name)  # type: ignore[attr-defined]
+
+
+forget()  # importing them has registered them; other tests must not meet them
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    for scheme in (clipped_rope, window_bias, log_scale):
+        (PARTS if scheme is log_scale else SCHEMES).add(scheme.name, scheme)  # type: ignore[attr-defined]
+    yield
+    forget()
+
+
+def logits(model: Any, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_rotation_turns_by_the_angles_that_the_function_gives() -> None:
+    ids, model = words(2, LENGTH), build("llama")
+    window, width = model.config.max_position_embeddings, model.config.head_dim
+    angles = [10000.0 ** (-2 * i / width) for i in range(width // 2)]
+    kept = [angle if angle * window >= 2 * math.pi else 0.0 for angle in angles]
+    assert 0.0 in kept
+    by_list = patch_model(build("llama"), "rope", frequencies=kept)
+    assert torch.allclose(logits(patch_model(model, "clipped-rope"), ids), logits(by_list, ids), atol=1e-5)
+    assert verify_swap(model)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_bias_and_a_scale_are_what_the_functions_give() -> None:
+    ids, model = words(1, LENGTH), build("llama")
+    heads = model.config.num_attention_heads
+    mask = torch.full((1, heads, LENGTH, LENGTH), torch.finfo(torch.float32).min)
+    for head in range(heads):
+        for i in range(LENGTH):
+            for j in range(i + 1):
+                mask[0, head, i, j] = -2.0 * (1 - head / heads) if i - j >= 5 else 0.0
+    expected = logits(build("llama"), ids, attention_mask=mask)
+    patch_model(model, native() + window_bias(window=5, toll=2.0))
+    assert torch.allclose(logits(model, ids), expected, atol=1e-4)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+
+    scaled = log_scale(c=0.5).mechanism(swap_plan(model).sites.geometry)
+    window = swap_plan(model).sites.geometry.original_length
+    at = torch.tensor([[0, window - 1, 2 * window - 1]])
+    assert torch.allclose(scaled.scale(at)[0, 0], torch.tensor([1.0, 1.0, 1 + 0.5 * math.log(2)]))
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_function_is_a_scheme_in_texts_dicts_pickles_and_copies() -> None:
+    scheme = make_scheme("window-bias:window=8,toll=0.5 + log-scale:c=0.2")
+    assert scheme == window_bias(window=8, toll=0.5) + log_scale(c=0.2)
+    assert str(scheme) == "window-bias(window=8, toll=0.5) + log-scale(c=0.2)"
+    assert make_scheme(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert pickle.loads(pickle.dumps(scheme)) == copy.deepcopy(scheme) == scheme  # noqa: S301
+    assert (clipped_rope.kind, window_bias.kind, log_scale.kind) == ("rotary", "bias", "none")
+    assert clipped_rope.summary.startswith("RoPE whose pairs stand still")
+    for wrong, says in (
+        ({"window": 2.5}, "window must be a whole number"),
+        ({"toll": math.nan}, "toll must be a finite number"),
+        ({"toll": "x"}, "toll must be a finite number"),
+    ):
+        with pytest.raises(SchemeError, match=f"window-bias: {says}"):
+            window_bias(**wrong)
+    with pytest.raises(OptionError, match="steps"):
+        make_scheme("window-bias", steps=3)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_checkpoint_names_the_module_that_registers_its_scheme(tmp_path: Path) -> None:
+    ids, model = words(2, LENGTH), patch_model(build("llama"), "rope + window-bias:window=4 + log-scale")
+    record = swap_plan(model).record
+    assert record.imports == dict.fromkeys(("window-bias", "log-scale"), "tests.toys.of_functions")
+    assert SwapRecord.from_dict(json.loads(json.dumps(record.to_dict()))).imports == record.imports
+    hf_posswap.save(model, tmp_path)
+    assert torch.equal(logits(hf_posswap.load(tmp_path).eval(), ids), logits(model, ids))
+    forget()
+    with pytest.raises(RecordError, match=r"'window-bias', .* the module 'tests\.toys\.of_functions' registers"):
+        hf_posswap.load(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("registered")
+def test_its_code_goes_with_the_checkpoint(tmp_path: Path) -> None:
+    fresh.store(
+        patch_model(build("llama"), "clipped-rope + window-bias + log-scale"), tmp_path / "llama", words(2, LENGTH)
+    )
+    assert fresh.load_all(tmp_path, "remote")["llama"] == {"auto": 0, "again": 0}
+
+
+def faulty(take: Any, name: str = "faulty") -> Any:
+    def function(distance: Any, *, depth: int) -> Any:
+        return distance
+
+    def unknown(distance: Any, layer: int) -> Any:
+        return distance
+
+    def untyped(distance: Any, *, depth=2) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        return distance
+
+    def textual(distance: Any, *, depth: str = "a") -> Any:
+        return distance
+
+    return take({"default": function, "unknown": unknown, "untyped": untyped, "text": textual}[name])
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("default", "depth of function needs a default"),
+        ("unknown", "unknown names 'layer'; a bias is given distance, head, heads, head_dim, original_length by name"),
+        ("untyped", "depth of untyped becomes a field of the scheme, so it needs a type.* got none"),
+        ("text", "depth of textual becomes a field of the scheme, so it needs a type.* got <class 'str'>"),
+    ],
+)
+def test_a_signature_that_cannot_become_a_scheme_is_refused(fault: str, says: str) -> None:
+    with pytest.raises(SchemeError, match=says):
+        faulty(bias("faulty"), fault)
+    assert "faulty" not in SCHEMES
+
+
+def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
+    with pytest.raises(DuplicateNameError, match="'alibi' is already registered"):
+
+        @bias("alibi")
+        def alibi(distance: Any) -> Any:
+            return -distance
+
+    @rotation("three-angles")
+    def three(pair: Any, *, kind: Literal["a", "b"] = "a") -> Any:
+        return torch.ones(3)
+
+    @query_scale("nan-scale")
+    def no_number(position: Any) -> Any:
+        return position * math.nan
+
+    try:
+        with pytest.raises(SchemeError, match=r"three-angles: three gives \[3\], expected what expands to"):
+            patch_model(build("llama"), "three-angles")
+        with pytest.raises(SchemeError, match="kind must be 'a' or 'b'|one of"):
+            three(kind="c")
+        with pytest.raises(SchemeError, match="scale of FunctionScaleMechanism gives values that are no numbers"):
+            patch_model(build("llama"), native() + no_number())
+    finally:
+        SCHEMES.remove("three-angles")
+        PARTS.remove("nan-scale")
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "schemes_of_a_test.py"
+    path.write_text(FILE.read_text())
+    yield path
+    if sys.modules.pop(path.stem, None) is not None:
+        forget()
+
+
+def test_a_recipe_imports_a_file_beside_it(own_file: Path) -> None:
+    recipe = own_file.with_name("mine.yaml")
+    recipe.write_text(f"imports: [{own_file.name}]\nmodel: {{name: gpt2}}\nswap: {{scheme: 'window-bias:window=3'}}")
+    assert load_recipe(recipe).imports == (str(own_file),)
+    assert SCHEMES.get("window-bias")(window=3).window == 3  # type: ignore[call-arg]
+    assert import_module(str(own_file)) is sys.modules[own_file.stem], "once in a process"
+
+
+def test_what_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "broken_schemes.py"
+    broken.write_text("1 / 0")
+    taken = tmp_path / "json.py"
+    taken.write_text("")
+    for name, says in (
+        (str(broken), "ZeroDivisionError: division by zero"),
+        (str(taken), "another module 'json' already"),
+        (str(tmp_path / "none.py"), "there is no such file"),
+        ("no_such_module_here", "No module named 'no_such_module_here'"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            import_module(name)
+    assert "broken_schemes" not in sys.modules
