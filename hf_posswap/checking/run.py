@@ -116,7 +116,8 @@ class _Examined:
 
     def report(self) -> CheckReport:
         """Return the report, each finding once."""
-        if any(each.code == "scaling-noop" for each in self.findings):  # first of all, what is it to be?
+        if any(each.severity == "error" or each.code == "scaling-noop" for each in self.findings):
+            # what programs make of wrong settings is no news
             self.findings = [each for each in self.findings if each.code != "serving"]
         codes = _OF_PROGRAMS if self.is_swapped else ("serving",)
         demoted = [each.severity == "warning" and each.code in codes for each in self.findings]
