@@ -37,6 +37,7 @@ from hf_posswap.patching.inspect.describe import on_meta, read_config
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.utils.auto_classes import TRUST
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.threads import quiet_logger
 from hf_posswap.utils.weight_shapes import Shapes
 
@@ -64,8 +65,8 @@ def check(
     `report.raise_if_errors()` stops a script. The model is left as it is.
 
     Args:
-        model: a live model (also a PEFT model or a SentenceTransformer), or a folder or Hub id: of a model, of a
-            swapped one, or of a PEFT adapter. Of a checkpoint, the files are checked too, as `doctor` does.
+        model: a live model (also a PEFT model or a SentenceTransformer), or a folder, a Hub id or a GGUF file: of a
+            model, of a swapped one, or of a PEFT adapter. Of a checkpoint, the files are checked too, as `doctor` does.
         forward: run the model on a few tokens. None: if it has weights; of a checkpoint, if it has at most 2e9
             parameters, otherwise its weights are not loaded.
         tokenizer: of a live model, to check its length.
@@ -185,9 +186,10 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
     """Return the report on a folder or Hub id."""
     trust = hub[TRUST]
     files = {key: value for key, value in hub.items() if key != TRUST}
+    examined = _Examined(str(source), is_live=False)
+    source = checkpoint_of(source, **files)
     chart = read_chart(source, **files)
     diagnosis = diagnose(chart, trust_remote_code=trust, **files)
-    examined = _Examined(str(source), is_live=False)
     examined.findings += diagnosis.findings
     examined.checked += diagnosis.checked
     if any(finding.code == "theta-null" for finding in diagnosis.findings):

@@ -24,7 +24,7 @@ def check(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder with a checkpoint or a PEFT adapter, or a Hub id.",
+            help="A folder with a checkpoint or a PEFT adapter, a GGUF file, or a Hub id.",
             show_default=False,
         ),
     ] = None,

@@ -565,6 +565,10 @@ def test_the_commands_take_a_gguf_file(tmp_path: Path) -> None:
     assert several.exit_code != 0
     assert run(app, ["doctor", str(path)], catch_exceptions=False).exit_code == 0
     assert doctor(path).clean
+    report = hf_posswap.check(path)
+    assert report.clean, report
+    assert report.source == str(path)
+    assert any("padded" in line for line in report.checked)
     made = run(app, ["export", str(path), "--target", "llamacpp", "-o", str(tmp_path / "again.gguf")])
     assert made.exit_code == 0, made.output
     assert gap(hf_posswap.load(path), hf_posswap.load(tmp_path / "again.gguf")) == 0.0
