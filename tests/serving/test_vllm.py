@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -102,6 +103,14 @@ EXACT: dict[str, Case] = {
     "gemma3 yarn": ("gemma3_text", "yarn", {"factor": 4.0}, {}),
 }
 """What vLLM computes as transformers and hf_posswap do."""
+OVERRIDDEN: dict[str, Case] = {
+    name: EXACT[name]
+    for name in (
+        "ntk", "linear", "yarn", "ntk_by_parts", "llama3", "p_rope", "resonance_yarn", "longrope pinned", "nope",
+        "neox yarn", "gemma3 yarn",
+    )
+} | {"gemma3 linear": ("gemma3_text", "linear", {"factor": 4.0}, {})}  # fmt: skip
+"""What `posswap overrides` prints for the unswapped model."""
 ENDS = {"gpt2 table and rope": ORIGINAL}
 """Where a table ends before LENGTH, in tokens."""
 SIXTEEN = ("alibi", "sliding xpos", "gpt2 yarn", "yarn")
@@ -291,6 +300,36 @@ def test_vllm_computes_what_transformers_does(
     seen = Seen(row.engine, EXACT[name][0], swap_words(*EXACT[name][1:3]), lengths, most, same, same)
     seen.keep(record_property)
     assert most < BOUND
+
+
+@pytest.fixture(scope="module")
+def overridden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the answers of vLLM on unswapped checkpoints, with the options that `posswap overrides` prints."""
+    root, cases = tmp_path_factory.mktemp("overridden"), {}
+    wanted = chosen(request, test_overrides_of_the_unswapped_model_compute_what_the_swapped_one_does)
+    for name in sorted(wanted, key=lambda name: (OVERRIDDEN[name][3] == BY_TRANSFORMERS, name)):
+        model, scheme, options, _ = OVERRIDDEN[name]
+        folder = saved(root / name, (model, None, {}, {}))
+        words = shlex.split(hf_posswap.overrides(folder, scheme, "vllm", **options).text)
+        given = dict(zip(words[3::2], words[4::2], strict=True))
+        assert given.pop("--max-model-len") == str(LENGTH)
+        assert given.pop("--dtype") == "float32"
+        engine: dict[str, Any] = {"hf_overrides": json.loads(given.pop("--hf-overrides"))}
+        engine |= {option.removeprefix("--").replace("-", "_"): value for option, value in given.items()}
+        cases[name] = asked(folder, engine)
+    return run_child(cases, root)
+
+
+@pytest.mark.parametrize("name", list(OVERRIDDEN))
+def test_overrides_of_the_unswapped_model_compute_what_the_swapped_one_does(
+    name: str, overridden: dict[str, Any], tmp_path: Path
+) -> None:
+    found = overridden[name]
+    assert "refused" not in found, found
+    base = saved(tmp_path / "base", (OVERRIDDEN[name][0], None, {}, {}))
+    case = asked(base, {})
+    assert max(apart(saved(tmp_path / "swapped", OVERRIDDEN[name]), case, found)) < BOUND
+    assert max(apart(base, case, found)) > 10 * BOUND
 
 
 @pytest.mark.parametrize("name", SIXTEEN)
