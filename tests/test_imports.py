@@ -27,7 +27,7 @@ LAYERS = (
     {"checkpoints", "plotting"},
     {"checking", "training", "evaluation", "report", "serving"},
     {"comparison", "search"},
-    {"adapting", "advice"},
+    {"adapting", "advice", "integrations"},
     {"harness", "explorer"},
     {FACADE},  # the public names
     {"quickstart", "selfcheck"},
@@ -266,14 +266,8 @@ def test_an_eager_import_is_told_from_a_late_one(tmp_path: Path) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    lines = [
-        *project["dependencies"],
-        *(
-            line
-            for extra in ("train", "plot", "lm-eval", "sentences", "fused", "gguf", "onnx", "vllm", "serving-tests")
-            for line in extras[extra]
-        ),
-    ]
+    names = "train plot lm-eval sentences fused gguf onnx vllm serving-tests axolotl".split()
+    lines = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[^\w-]", line)[0] for line in lines}
     homes = {"llama_cpp": ["llama-cpp-python"]} | packages_distributions()  # .ci/serving alone installs it
     used = {found.target.partition(".")[0] for found in imports_of(ROOT / "hf_posswap")}

@@ -49,6 +49,8 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
     twin = copy.deepcopy(config)
     for nested in _nested_configs(twin):
         _cut(nested, all_layers or getattr(nested, "is_heterogeneous", False))
+        if getattr(nested, "use_cache", None) is False:  # as trainers leave it: position ids that jump would then be
+            nested.use_cache = True  # those of packed documents
     if getattr(twin, IMPLEMENTATION, None) not in (None, *_ON_CPU):
         setattr(twin, IMPLEMENTATION, "sdpa")
     for name in ("quantization_config", "auto_map"):

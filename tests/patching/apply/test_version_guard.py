@@ -163,12 +163,14 @@ def test_nothing_happens_on_tested_versions(
         ("T5ForConditionalGeneration", "kerple", {}),
         ("ViTForImageClassification", "rope_2d", {}),
         ("Qwen2ForCausalLM", "alibi", {"use_sliding_window": True, "max_window_layers": 2}),
+        ("LlamaForCausalLM", "alibi", {"use_cache": False}),
     ],
 )
 def test_a_proved_swap_is_the_same_as_on_tested_versions(
     untested: Path, name: str, scheme: Any, options: dict[str, Any]
 ) -> None:
-    config = {key: options.pop(key) for key in ("use_sliding_window", "max_window_layers") if key in options}
+    of_config = options.keys() & {"use_sliding_window", "max_window_layers", "use_cache"}
+    config = {key: options.pop(key) for key in sorted(of_config)}
     image = {"image_size": 32, "patch_size": 8} if name.startswith("ViT") else {}
     model, before = model_of(name, **config, **image), torch.get_rng_state()
     state = {key: value.clone() for key, value in model.state_dict().items()}

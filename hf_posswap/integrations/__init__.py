@@ -1,0 +1,1 @@
+"""Swaps in trainers that are driven by a file."""

@@ -1,0 +1,216 @@
+"""A plugin of axolotl: swaps the model that a YAML file names, before adapters, and proves it in the Trainer.
+
+```yaml
+plugins:
+  - hf_posswap.integrations.axolotl.PosswapPlugin
+posswap:
+  scheme: "yarn:factor=8"
+  max_length: 65536
+sequence_len: 65536
+```
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+from hf_posswap.errors import ConfigError, DataError, PosswapError
+from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
+from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
+from hf_posswap.schemes import Scheme, make_scheme
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search import check_fit, fit_bias, fit_rotation
+from hf_posswap.text.files import GIVE, file_documents, files_below
+from hf_posswap.text.tokens import load_tokenizer, token_stream
+from hf_posswap.training.trainer_callback import PosswapCallback
+from hf_posswap.utils.printable import brief_repr
+
+try:
+    from axolotl.integrations.base import BasePlugin
+except ImportError:  # the settings can be checked without axolotl
+    BasePlugin = object
+
+_KEY = "posswap"
+_ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings")
+_OVERRIDES = ("overrides_of_model_config", "model_config", "overrides_of_model_kwargs")
+
+
+class PosswapSettings(BaseModel):
+    """What `posswap:` in the YAML file holds.
+
+    Attributes:
+        scheme: as for `patch_model`, such as "yarn:factor=8"; or a mapping with name and fields.
+        max_length: positions that the swapped model is meant for; None: as `patch_model` chooses.
+        fit: texts on which alibi, t5 or a partial rotation is fitted to the learned table that it replaces; 0: no fit.
+        fit_text: texts for `fit`: a file, or a folder of files.
+        max_first_loss: as for `PosswapCallback`.
+        digests: as for `PosswapCallback`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    scheme: str | dict[str, Any]
+    max_length: PositiveInt | None = None
+    fit: int = Field(default=0, ge=0)
+    fit_text: str | None = None
+    max_first_loss: float | None = Field(default=None, gt=0)
+    digests: bool = True
+
+    @field_validator("scheme")
+    @classmethod
+    def _check_scheme(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            make_scheme(value)
+        except PosswapError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    @model_validator(mode="after")
+    def _check_fit(self) -> PosswapSettings:
+        if bool(self.fit) != (self.fit_text is not None):
+            raise ValueError("posswap.fit (a number of texts) and posswap.fit_text (where they are) go together")
+        return self
+
+
+class PosswapArgs(BaseModel):
+    """What the plugin adds to axolotl's config.
+
+    Attributes:
+        posswap: the swap.
+    """
+
+    posswap: PosswapSettings | None = None
+
+
+class PosswapPlugin(BasePlugin):
+    """Swaps the position mechanism of the model that axolotl trains, and adds `PosswapCallback` to its Trainer.
+
+    The model is swapped in `post_model_build`: after its weights are loaded, before adapters are put on it. A base that
+    carries the swap already, a saved one, is left as it is. The reference model of preference training is swapped too.
+    """
+
+    def get_input_args(self) -> str:
+        """Return the name of the class that checks `posswap:`."""
+        return f"{__name__}.{PosswapArgs.__name__}"
+
+    def register(self, cfg: Any) -> None:
+        """Check what needs no model, before data are prepared.
+
+        Raises:
+            ConfigError: `posswap:` is missing or wrong, or the file scales RoPE a second time.
+        """
+        settings_of(cfg)
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        """Swap `model` in place.
+
+        Raises:
+            ConfigError: the settings do not fit the model or one another.
+            PosswapError: as `patch_model` and the fits raise.
+        """
+        settings, base = settings_of(cfg), unwrap(model)
+        if getattr(base, "_posswap", None) is None:
+            swap(base, settings, cfg)
+        plan = swap_plan(base)
+        if (cfg.get("sequence_len") or 0) > plan.max_length:
+            raise ConfigError(
+                f"sequence_len is {cfg.get('sequence_len')}, and the swap to {plan.named} is for {plan.max_length}: "
+                f"set posswap.max_length (and the scheme's factor) to reach it, or sequence_len to {plan.max_length}."
+            )
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """Return the callback that proves, gates and records the swap, for the constructor of the Trainer."""
+        settings = settings_of(cfg)
+        scheme = None if settings.fit else settings.scheme  # a fit gives each layer a scheme of its own
+        return [PosswapCallback(scheme, max_first_loss=settings.max_first_loss, digests=settings.digests)]
+
+
+def settings_of(cfg: Any) -> PosswapSettings:
+    """Return what `posswap:` in axolotl's config holds.
+
+    Args:
+        cfg: axolotl's config, or any mapping.
+
+    Raises:
+        ConfigError: it is missing or wrong, or the file scales RoPE as well.
+
+    Example:
+        >>> settings_of({"posswap": {"scheme": "yarn:factor=8", "max_length": 65536}}).max_length
+        65536
+    """
+    given = cfg.get(_KEY)
+    if given is None:
+        raise ConfigError(
+            "plugins: names PosswapPlugin, and posswap: is missing: give at least its scheme, as in "
+            'posswap: {scheme: "yarn:factor=8"}, or take the plugin out.'
+        )
+    for name in _OVERRIDES:
+        twice = sorted(set(cfg.get(name) or {}) & set(_ROPE_KEYS))
+        if twice:
+            raise ConfigError(
+                f"{name} sets {', '.join(twice)}, and posswap: swaps the positions of the result: the model would be "
+                "scaled twice. Leave one of them out."
+            )
+    try:
+        return PosswapSettings.model_validate(dict(given))
+    except ValidationError as error:
+        raise ConfigError(" ".join(map(_problem, error.errors()))) from error
+
+
+def _problem(error: Any) -> str:
+    """Return one of pydantic's errors as a sentence with its key."""
+    key = ".".join([_KEY, *map(str, error["loc"])])
+    shown = "" if error["type"] == "missing" else f", got {brief_repr(error['input'])}"
+    return f"{key}: {error['msg'].removeprefix('Value error, ').rstrip('.')}{shown}."
+
+
+def swap(model: Any, settings: PosswapSettings, cfg: Any) -> None:
+    """Swap `model` in place as `settings` say, with a fit if they ask for one.
+
+    Args:
+        model: a transformers model without a swap.
+        settings: of the file.
+        cfg: axolotl's config.
+    """
+    scheme = make_scheme(settings.scheme)
+    if not settings.fit:
+        patch_model(model, scheme, max_length=settings.max_length)
+        return
+    plan = plan_swap(model, scheme, max_length=settings.max_length)
+    rotates = isinstance(plan.scheme, RotaryScheme)
+    if rotates and cfg.get("adapter"):
+        raise ConfigError(
+            f"posswap.fit changes queries and keys of the base for {plan.scheme.name}, which an adapter does not hold: "
+            "set posswap.fit to 0, or train without adapter."
+        )
+    check_fit(model, plan.scheme if rotates else scheme)
+    rows = fitting_rows(settings, cfg, plan.sites.geometry.original_length)
+    fitted: Scheme = scheme if rotates else fit_bias(model, scheme, rows)
+    patch_model(model, fitted, max_length=settings.max_length)
+    if rotates:
+        fit_rotation(model, rows)
+
+
+def fitting_rows(settings: PosswapSettings, cfg: Any, length: int) -> list[Any]:
+    """Return the beginnings of the texts of a fit as token ids, each of at most `length`.
+
+    Raises:
+        DataError: there are none, or fewer than asked for.
+    """
+    source = cfg.get("tokenizer_config") or cfg.get("base_model")
+    tokenizer = load_tokenizer(
+        source, instead="set tokenizer_config", trust_remote_code=bool(cfg.get("trust_remote_code"))
+    )
+    rows: list[Any] = []
+    for path in files_below(Path(str(settings.fit_text))):
+        for document in file_documents(path, "text"):
+            row = token_stream([document], tokenizer)[:length]
+            rows += [row] if len(row) > 1 else []
+            if len(rows) == settings.fit:
+                return rows
+    raise DataError(
+        f"posswap.fit asks for {settings.fit} texts, and {settings.fit_text} has {len(rows)}: {GIVE}, or lower fit."
+    )
