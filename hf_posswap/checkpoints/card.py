@@ -16,6 +16,7 @@ from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.remote_code import package_version
+from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.card_data import card_data, kept_header
 from hf_posswap.utils.untrusted import read_bounded
 
@@ -104,7 +105,7 @@ def write_card(
         *(f"![{picture.stem}]({facts.pictures}/{picture.name})" for picture in facts.results.pictures),
         *([f"## Recipe\n\n{_json(facts.recipe)}"] if facts.recipe else []),
         f"## Limits\n\n{_limits(plan, license)}",
-        f"## Versions\n\n{_versions()}",
+        f"## Versions\n\n{_versions(skeleton.config)}",
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -269,9 +270,15 @@ def _limits(plan: SwapPlan | None, license: str | None) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _versions() -> str:
+def _versions(config: Any) -> str:
     import torch
     import transformers
 
     versions = {"hf_posswap": package_version(), "transformers": transformers.__version__, "torch": torch.__version__}
-    return table(["package", "version"], [[name, version] for name, version in versions.items()])
+    training = training_of(config)
+    trained = {} if training is None else training.software
+    if not trained:
+        return table(["package", "version"], [[name, version] for name, version in versions.items()])
+    names = dict.fromkeys((*versions, *trained))
+    rows = [[name, versions.get(name, ""), trained.get(name, "")] for name in names]
+    return table(["package", "version", "trained with"], rows)

@@ -120,6 +120,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self.resumed: dict[str, Any] = {}
         self._watch: SequenceWatch | None = None
         self._proved: tuple[int, Verification] | None = None
+        self._base: str | None = None
         self._step, self._limit, self._before = 0, math.inf, 0
         self._swap: dict[str, Any] | None = None
 
@@ -142,6 +143,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         inside = model_inside(model)
         if getattr(inside, "_posswap", None) is not None and not is_sharded(inside):
             self._proved = id(inside), verify_swap(inside)
+            self._base = base_digest(inside) if self.digests and args.process_index == 0 else None
 
     def on_train_begin(
         self,
@@ -228,7 +230,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         values = getattr(inside.config, "posswap", None)
         return TrainingRecord(
             base=earlier.get("base") or plain_name(str(without_folder(inside.name_or_path) or type(inside).__name__)),
-            base_weights=earlier.get("base_weights") or (base_digest(inside) if computes else None),
+            base_weights=earlier.get("base_weights") or (base_digest(inside) or self._base if computes else None),
             recipe=None,
             objective=plain_name(type(args).__name__),
             what=trained_part(model),

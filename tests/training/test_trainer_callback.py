@@ -33,6 +33,8 @@ from hf_posswap.errors import (
 from hf_posswap.patching.record.training import swap_digest, training_of
 from hf_posswap.patching.verify.behaviour import copy_sharing_weights
 from hf_posswap.training.data.digest import dataset_digest
+from hf_posswap.training.engine.parallel import shard_on_cpus
+from hf_posswap.training.trainer_proof import is_sharded, model_inside
 from hf_posswap.utils.weights_digest import weights_digest
 from tests import forked
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
@@ -50,11 +52,19 @@ def rows(count: int = 8, length: int = LENGTH, seed: int = 0) -> list[dict[str, 
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+class OnCpus(Trainer):
+    """A Trainer that keeps FSDP2 on CPUs, which accelerate turns into DDP."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_fsdp_enabled = shard_on_cpus(self.accelerator) or self.is_fsdp_enabled
+
+
 def trainer(model: Any, folder: Path, *callbacks: TrainerCallback, data: Any = None, **options: Any) -> Trainer:
     chosen: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
     arguments = TrainingArguments(str(folder), **chosen | QUIET | options)
     given = {"train_dataset": rows() if data is None else data, "eval_dataset": rows(2, length=400)}
-    return Trainer(model, arguments, callbacks=list(callbacks), **given)
+    return OnCpus(model, arguments, callbacks=list(callbacks), **given)
 
 
 def swapped(scheme: str = "yarn:factor=4", **options: Any) -> Any:
@@ -107,7 +117,9 @@ def test_a_training_is_proved_recorded_and_saved_with_its_swap(scheme: str, tmp_
         assert training.software["torch"] == torch.__version__
         assert training.what == "full"
     assert torch.equal(logits(load(tmp_path / "model")), logits(model))
-    assert str(training) in write_card(tmp_path / "model", CardFacts("me/mine"), online=False)
+    card = write_card(tmp_path / "model", CardFacts("me/mine"), online=False)
+    assert str(training) in card
+    assert f"| torch | {torch.__version__} | {torch.__version__} |" in re.sub(" +", " ", card)
     assert not [finding for finding in hf_posswap.doctor(tmp_path / "model").findings if finding.severity == "error"]
     shown = hf_posswap.explain(str(tmp_path / "model")).report
     assert shown.trained == str(training)
@@ -354,6 +366,44 @@ def test_two_processes_under_ddp_prove_and_count_alike(tmp_path: Path) -> None:
     forked.run_ranks(work)
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
     assert training_of(load(tmp_path / "checkpoint-2").config).tokens == 2 * 2 * 2 * LENGTH  # type: ignore[union-attr]
+
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["yarn:factor=4", "alibi"])
+def test_two_processes_under_fsdp2_prove_before_they_shard(scheme: str, tmp_path: Path) -> None:
+    def work() -> None:
+        torch.set_num_threads(1)
+        proof = PosswapCallback(scheme)
+        run = trainer(swapped(scheme), tmp_path, proof, max_steps=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", TrainingWarning)
+            run.train()
+        assert is_sharded(model_inside(run.model))
+        assert proof.verification is not None
+        late = trainer(swapped(scheme), tmp_path / "late", max_steps=1)
+        late.add_callback(PosswapCallback(scheme))
+        with pytest.warns(TrainingWarning, match="give PosswapCallback to the Trainer's constructor"):
+            late.train()
+        lost = trainer(swapped(scheme), tmp_path / "lost", At(1, _plain_config), PosswapCallback(scheme), max_steps=2)
+        with pytest.raises(SwapVerificationError, match="no longer intact"):
+            lost.train()
+
+    forked.run_ranks(work, environment=FSDP)
+    training = training_of(load(tmp_path / "checkpoint-2").config)
+    assert training is not None
+    assert training.tokens == 2 * 2 * 2 * LENGTH
+    assert training.base_weights == weights_digest(tiny("llama"))
 
 
 @TRL_ASKS

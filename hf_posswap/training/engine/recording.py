@@ -14,6 +14,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, plain_name, swap_digest
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.phase import DONE, PhaseResult
+from hf_posswap.training.trainer_proof import versions
 from hf_posswap.utils.atomic_io import read_json, read_object
 
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
@@ -55,6 +56,7 @@ def leave_record(
         data=_digest({key: value for key, value in identity.items() if key.startswith(_DATA)}),
         held_out={length: float(loss) for length, loss in nll.items() if loss is not None},
         swap=None if swap_values is None else swap_digest(SwapRecord.from_dict(swap_values)),
+        software=versions(),
     )
     if path is not None:
         write_listed_json(path, {**values, name: record.to_dict()})
