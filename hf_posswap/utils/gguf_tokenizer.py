@@ -137,13 +137,13 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: An
         if chosen is None:
             return [f"its tokenizer splits text as {name!r}, which is not known here; {alone}"]
         tokenizer = _byte_level(path, fields, chosen)
-    elif kind == "llama" and fields.get("tokenizer.ggml.add_space_prefix", True):
-        from transformers import AutoTokenizer
-
+    elif kind == "llama":
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        except Exception as error:
+            tokenizer = _sentencepiece(path, fields)
+        except Exception as error:  # of transformers' reader and of tokenizers, which raises Exception itself
             return [f"its tokenizer cannot be read ({said_by(error)}); {alone}"]
+        if (text := _first_difference(tokenizer, fields)) is not None:
+            return [f"its tokenizer, as transformers reads it, splits {text!r} otherwise than llama.cpp; {alone}"]
     else:
         return [f"its tokenizer, of kind {kind!r}, is not one that is read here; {alone}"]
     length = getattr(config, "max_position_embeddings", None)
@@ -198,6 +198,56 @@ def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any
     return tokenizer
 
 
+def _sentencepiece(path: Path, fields: dict[str, Any]) -> Any:
+    """Return the tokenizer of sentencepiece's kind, with a space before each text and after each special token.
+
+    transformers' reader gives none to a text that begins with one.
+    """
+    from tokenizers import normalizers
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    stages: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        stages.insert(0, normalizers.Prepend(_SPACE))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(stages)
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+    return tokenizer
+
+
+def _first_difference(tokenizer: Any, fields: dict[str, Any]) -> str | None:
+    """Return a text of `PROBES` of which `tokenizer` makes other tokens than llama.cpp would; None: there is none."""
+    tokens, scores = _list(fields, "tokens"), _list(fields, "scores")
+    prefix = _SPACE if fields.get("tokenizer.ggml.add_space_prefix", True) else ""
+    ids = {token: index for index, token in enumerate(tokens)}
+    added = [token for token in tokenizer.get_added_vocab() if token]
+    for text in PROBES:
+        if any(token in text for token in added):
+            continue
+        expected = _merged(prefix + text.replace(" ", _SPACE), ids, scores)
+        if tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] != expected:
+            return text
+    return None
+
+
+def _merged(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
+    """Return the tokens of a text as llama.cpp finds them: the pair with the best score is merged first.
+
+    What is no token then is given by its bytes.
+    """
+    parts = list(text)
+    while True:
+        pairs = [(ids[a + b], at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ids]
+        if not pairs:
+            break
+        _, at = max(pairs, key=lambda pair: (scores[pair[0]], -pair[1]))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    spelt = [[part] if part in ids else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
+    return [ids.get(token, -1) for part in spelt for token in part]
+
+
+_SPACE = "\u2581"
+"""What sentencepiece writes for a space."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import regex
 import torch
@@ -32,7 +33,7 @@ from hf_posswap.checkpoints.exports import export
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError, UnsupportedModelError
 from hf_posswap.training.config import load_recipe
-from hf_posswap.utils import gguf_source
+from hf_posswap.utils import gguf_source, gguf_tokenizer
 from hf_posswap.utils.card_data import card_data
 from hf_posswap.utils.gguf_reading import ARCHITECTURES
 from hf_posswap.utils.gguf_source import checkpoint_of
@@ -538,6 +539,66 @@ def test_licence_and_languages_go_along_from_file_to_file(tmp_path: Path) -> Non
     assert fields["general.license"].contents() == "apache-2.0"
     assert fields["general.languages"].contents() == ["en", "de"]
     hf_posswap.save(model, tmp_path / "swapped", overwrite=True)  # it is still a card that a save wrote
+
+
+def sentencepiece_file(folder: Path, *, prefix: bool) -> tuple[Path, list[str], list[float]]:
+    """Return a GGUF file with a vocabulary of sentencepiece's kind, its tokens and their scores."""
+    text = "the quick brown fox jumps over the lazy dog and the other dogs 12345 it's fine   new  line"
+    spelt, random = "▁" + text.replace(" ", "▁"), np.random.default_rng(0)
+    parts = {spelt[i : i + n] for n in range(2, 6) for i in range(len(spelt) - n + 1)}
+    known = set(spelt)
+    for part in sorted(parts, key=lambda part: (len(part), part)):  # each is made of two that are known
+        if random.random() < 0.5 and any(part[:i] in known and part[i:] in known for i in range(1, len(part))):
+            known.add(part)
+    merged = sorted(known - set(spelt))
+    random.shuffle(merged)
+    letters = sorted(set(spelt))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *merged, *letters]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(merged))] + [-1e4 - i for i in range(len(letters))]
+    hf_posswap.save(build("llama", vocab_size=len(tokens)), folder / "saved")
+    export(folder / "saved", "llamacpp", folder / "bare.gguf")
+    vocabulary = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_space_prefix": prefix,
+    }  # fmt: skip
+    return edited(folder / "bare.gguf", folder / "m.gguf", vocabulary), tokens, scores
+
+
+def by_best_pair(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """Return what llama.cpp's `llm_tokenizer_spm` makes of a text: the best pair is merged, the leftmost of equals."""
+    ids, parts = {token: index for index, token in enumerate(tokens)}, list(text.replace(" ", "▁"))
+    while True:
+        pairs = {at: ids[parts[at] + parts[at + 1]] for at in range(len(parts) - 1) if parts[at] + parts[at + 1] in ids}
+        if not pairs:
+            return [ids[each] for part in parts for each in ([part] if part in ids else spelt_by_bytes(part))]
+        at = min(pairs, key=lambda at: (-scores[pairs[at]], at))
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+
+
+def spelt_by_bytes(part: str) -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in part.encode()]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_vocabulary_of_sentencepiece_gives_llamacpps_ids(prefix: bool, tmp_path: Path) -> None:
+    path, tokens, scores = sentencepiece_file(tmp_path, prefix=prefix)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_of(path))
+    space = " " if prefix else ""
+    for text in (*PROBES, "the other dogs", " the", "  two  "):
+        assert tokenizer(text, verbose=False)["input_ids"] == [1, *by_best_pair(space + text, tokens, scores)], text
+    assert tokenizer.decode(tokenizer("the lazy dog")["input_ids"], skip_special_tokens=True).strip() == "the lazy dog"
+    if prefix:  # after a special token, too
+        after = by_best_pair(" dogs", tokens, scores)
+        assert tokenizer("a</s>dogs")["input_ids"][-len(after) - 1 :] == [2, *after]
+
+
+def test_a_tokenizer_that_would_give_other_ids_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = sentencepiece_file(tmp_path, prefix=True)
+    monkeypatch.setattr(gguf_tokenizer, "_merged", lambda *_: [0])
+    with pytest.warns(UserWarning, match="splits .Hello, world! .* otherwise than llama.cpp; the model is"):
+        assert not (Path(checkpoint_of(path)) / "tokenizer.json").exists()
 
 
 def test_an_unknown_pre_tokenizer_leaves_the_tokenizer_out_and_says_so_each_time(tmp_path: Path) -> None:
