@@ -14,14 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError
-from hf_posswap.utils.atomic_io import cache_folder, read_object, replacing, shown, write_json
+from hf_posswap.utils.atomic_io import cache_folder, read_object, replacing, shown, writable_folder, write_json
 from hf_posswap.utils.hub_session import hub_reading
 
 SUFFIX = ".gguf"
 NOTES = "gguf.json"
 """In a converted folder: what it was made from, and what could not be kept."""
-_FORMAT = 4
+_FORMAT = 5
 """Of converted folders: a higher number has all of them made again."""
 _MAGIC = b"GGUF"
 _SAMPLES, _SAMPLE = 64, 2**16
@@ -164,10 +166,12 @@ def _converted(path: Path) -> str:
 
     folder = cache_folder(None) / "gguf" / _key(path) / path.name.removesuffix(SUFFIX)
     if not (folder / NOTES).is_file():
-        with replacing(folder) as temporary:
-            temporary.mkdir()
-            lost = write_folder(path, temporary)
-            write_json(temporary / NOTES, {"file": path.name, "lost": lost})
+        with FileLock(writable_folder(folder.parent) / ".lock"):  # the others of several processes wait
+            if not (folder / NOTES).is_file():
+                with replacing(folder) as temporary:
+                    temporary.mkdir()
+                    lost = write_folder(path, temporary)
+                    write_json(temporary / NOTES, {"file": path.name, "lost": lost})
     for sentence in read_object(folder / NOTES, lost=list)["lost"]:
         warnings.warn(f"{path.name}: {sentence}", UserWarning, stacklevel=3)
     return str(folder)

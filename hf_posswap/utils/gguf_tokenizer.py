@@ -7,6 +7,7 @@ reader knows some of them, and takes GPT-2's split for the others.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.threads import quiet_logger
 
 CONTROL, ADDED = 3, 4
 """gguf.TokenType.CONTROL and USER_DEFINED."""
@@ -155,15 +157,9 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: An
 
 def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any:
     """Return the byte-level byte-pair encoding of a file."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     tokens, types = _list(fields, "tokens"), _list(fields, "token_type")
     merges = [_pair(merge) for merge in _list(fields, "merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    special = {name: _token(tokens, fields.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _SPECIAL.items()}
-    begins = fields.get("tokenizer.ggml.add_bos_token", chosen.begins) and special["bos_token"]
-    ends = fields.get("tokenizer.ggml.add_eos_token", False) and special["eos_token"]
     if len(vocabulary) != len(tokens) or not tokens:
         raise CheckpointError(f"{path} has {len(tokens)} tokens, {len(vocabulary)} of them different: it is damaged.")
     added = [
@@ -178,7 +174,7 @@ def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": chosen.to_json(),
-        "post_processor": _around(begins or None, ends or None, vocabulary),
+        "post_processor": None,
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -188,11 +184,31 @@ def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any
         },
     }
     try:
-        built = Tokenizer.from_str(json.dumps(content))
+        return _wrapped(content, fields, begins=chosen.begins)
     except Exception as error:
         raise CheckpointError(f"{path} holds a tokenizer that cannot be built: {said_by(error)}") from error
+
+
+def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -> Any:
+    """Return the tokenizer with the special tokens and the chat template of a file.
+
+    Args:
+        content: of a tokenizer.json.
+        fields: the values of the file's keys.
+        begins: whether a text begins with the bos token where the file does not say.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = _list(fields, "tokens")
+    special = {name: _token(tokens, fields.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _SPECIAL.items()}
+    first = special["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", begins) else None
+    last = special["eos_token"] if fields.get("tokenizer.ggml.add_eos_token", False) else None
+    content["post_processor"] = _around(first, last, tokens)
     tokenizer: Any = PreTrainedTokenizerFast(
-        tokenizer_object=built, clean_up_tokenization_spaces=False, **{k: v for k, v in special.items() if v}
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)),
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in special.items() if token},
     )
     tokenizer.chat_template = fields.get("tokenizer.chat_template")
     return tokenizer
@@ -206,13 +222,14 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> Any:
     from tokenizers import normalizers
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with quiet_logger("transformers", logging.ERROR):  # it says that it makes the merges itself
+        reader: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     stages: list[Any] = [normalizers.Replace(" ", _SPACE)]
     if fields.get("tokenizer.ggml.add_space_prefix", True):
         stages.insert(0, normalizers.Prepend(_SPACE))
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(stages)
-    tokenizer.backend_tokenizer.pre_tokenizer = None
-    return tokenizer
+    reader.backend_tokenizer.normalizer = normalizers.Sequence(stages)
+    reader.backend_tokenizer.pre_tokenizer = None
+    return _wrapped(json.loads(reader.backend_tokenizer.to_str()), fields, begins=True)
 
 
 def _first_difference(tokenizer: Any, fields: dict[str, Any]) -> str | None:
@@ -265,7 +282,7 @@ def _token(tokens: list[str], index: Any) -> str | None:
     return tokens[int(index)] if index is not None and int(index) < len(tokens) else None
 
 
-def _around(first: str | None, last: str | None, vocabulary: dict[str, int]) -> dict[str, Any] | None:
+def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str, Any] | None:
     """Return the post_processor that puts tokens around a text; None: none."""
     around: Iterable[str] = [token for token in (first, last) if token]
     if not around:
@@ -280,5 +297,5 @@ def _around(first: str | None, last: str | None, vocabulary: dict[str, int]) -> 
         "type": "TemplateProcessing",
         "single": surrounded("A", 0),
         "pair": surrounded("A", 0) + surrounded("B", 1),
-        "special_tokens": {token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]} for token in around},
+        "special_tokens": {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]} for token in around},
     }
