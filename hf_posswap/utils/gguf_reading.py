@@ -55,7 +55,8 @@ _WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 def write_folder(path: Path, folder: Path) -> list[str]:
     """Write what the GGUF file `path` holds into `folder`, and return sentences about what is not in it.
 
-    Weights of one type, F16 or BF16, keep it; quantized ones are float32, in which their values are exact.
+    Weights of one type, F16 or BF16, keep it if it holds the vectors of the file too; all others become float32, in
+    which their values are exact.
 
     Raises:
         CheckpointError: the file is damaged, or holds what transformers cannot express or would read wrongly.
@@ -85,6 +86,9 @@ def write_folder(path: Path, folder: Path) -> list[str]:
     with PROCESS, quiet_logger("transformers", logging.ERROR):  # it changes the default dtype of the process meanwhile
         config = _config(path, architecture, fields, tensors)
         model = _model(path, config, tensors)
+    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if len(known := list(dict.fromkeys(int(end) for end in ends if end is not None))) > 1:
+        model.generation_config.eos_token_id = known  # llama.cpp stops at each
     model.save_pretrained(folder)
     (folder / CARD).write_text(_card(path, fields), encoding="utf-8")
     return write_tokenizer(path, folder, fields, config)
@@ -168,8 +172,7 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
     """Return the model with the weights of the file, each of which has landed in it."""
     import transformers
 
-    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
-    dtype = _WEIGHT_TYPES.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
+    dtype = _dtype(tensors)
     try:
         auto: Any = transformers.AutoModelForCausalLM
         loaded, info = auto.from_pretrained(
@@ -196,6 +199,18 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
             f"{in_model}: some would be lost.{hint} Take the checkpoint that the file was made from."
         )
     return _plain(loaded)
+
+
+def _dtype(tensors: dict[str, Any]) -> torch.dtype:
+    """Return the smallest type that holds every weight of the file exactly."""
+    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    dtype = _WEIGHT_TYPES.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
+    vectors = [
+        torch.tensor(tensor.data)
+        for name, tensor in tensors.items()
+        if tensor.tensor_type.name == "F32" and name not in FACTOR_TENSORS
+    ]
+    return dtype if all(torch.equal(vector, vector.to(dtype).float()) for vector in vectors) else torch.float32
 
 
 def _kind(name: str) -> str:

@@ -334,8 +334,10 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path, cach
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", torch.float32)])
 def test_weights_keep_their_type_and_quantized_ones_their_values(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    path, _ = written(tmp_path)
-    reader: Any = gguf.GGUFReader(path)
+    stock = build("llama").to(dtype).float()  # norms too are numbers of that type
+    hf_posswap.save(stock, tmp_path / "saved")
+    export(tmp_path / "saved", "llamacpp", tmp_path / "tiny.gguf")
+    reader: Any = gguf.GGUFReader(tmp_path / "tiny.gguf")
     out, chosen = tmp_path / "small.gguf", gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, "llama")
     for name, field in reader.fields.items():
@@ -510,8 +512,10 @@ def test_a_file_gets_the_type_that_is_asked_for(option: str, dtype: torch.dtype,
     assert kinds["blk.0.attn_q.weight"] == option.upper()
     assert kinds["blk.0.attn_norm.weight"] == "F32"
     expected, loaded = build("llama"), hf_posswap.load(out)
-    assert loaded.dtype == dtype
-    assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, expected.model.layers[1].mlp.up_proj.weight.to(dtype))
+    assert loaded.dtype == torch.float32  # its norms need that
+    rounded = expected.model.layers[1].mlp.up_proj.weight.to(dtype).float()
+    assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, rounded)
+    assert torch.equal(loaded.model.norm.weight, expected.model.norm.weight)
     with pytest.raises(OptionError, match="dtype is of a .gguf file: give out the name of one"):
         export(tmp_path / "saved", "vllm", dtype=option)
 
@@ -599,6 +603,13 @@ def test_a_tokenizer_that_would_give_other_ids_is_left_out(tmp_path: Path, monke
     monkeypatch.setattr(gguf_tokenizer, "_merged", lambda *_: [0])
     with pytest.warns(UserWarning, match="splits .Hello, world! .* otherwise than llama.cpp; the model is"):
         assert not (Path(checkpoint_of(path)) / "tokenizer.json").exists()
+
+
+def test_generation_ends_at_each_token_that_ends_it_in_llamacpp(tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    ends = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
+    model = hf_posswap.load(edited(path, tmp_path / "b.gguf", ends))
+    assert model.generation_config.eos_token_id == [5, 7]
 
 
 def test_an_unknown_pre_tokenizer_leaves_the_tokenizer_out_and_says_so_each_time(tmp_path: Path) -> None:
