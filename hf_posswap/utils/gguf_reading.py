@@ -16,6 +16,7 @@ import torch
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.card_data import CARD, header
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.gguf_auto import read_gguf_config, read_gguf_model
 from hf_posswap.utils.gguf_rope import FACTOR_TENSORS, rope_parameters
 from hf_posswap.utils.gguf_tokenizer import write_tokenizer
 from hf_posswap.utils.threads import PROCESS, quiet_logger
@@ -108,10 +109,8 @@ def _card(path: Path, fields: dict[str, Any]) -> str:
 
 def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Any:
     """Return the config that transformers reads from the file, with every key of the architecture in it."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = read_gguf_config(path)
     except Exception as error:  # ValueError for an unknown one; anything for keys that are missing or of another kind
         raise CheckpointError(
             f"transformers cannot read {path}, a GGUF file of architecture {architecture!r}: {said_by(error)} Take the "
@@ -170,14 +169,9 @@ def _set(config: Any, name: str, value: Any) -> bool:
 
 def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
     """Return the model with the weights of the file, each of which has landed in it."""
-    import transformers
-
     dtype = _dtype(tensors)
     try:
-        auto: Any = transformers.AutoModelForCausalLM
-        loaded, info = auto.from_pretrained(
-            path.parent, gguf_file=path.name, config=config, dtype=dtype, output_loading_info=True
-        )
+        loaded, info = read_gguf_model(path, config, dtype)
     except Exception as error:
         raise CheckpointError(
             f"transformers cannot load the weights of {path} into a causal language model with a "

@@ -23,7 +23,7 @@ from hf_posswap.utils.hub_session import hub_reading
 SUFFIX = ".gguf"
 NOTES = "gguf.json"
 """In a converted folder: what it was made from, and what could not be kept."""
-_FORMAT = 6
+_FORMAT = 7
 """Of converted folders: a higher number has all of them made again."""
 _MAGIC = b"GGUF"
 _SAMPLES, _SAMPLE = 64, 2**16

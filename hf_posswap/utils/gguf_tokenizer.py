@@ -7,7 +7,6 @@ reader knows some of them, and takes GPT-2's split for the others.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.threads import quiet_logger
+from hf_posswap.utils.gguf_auto import read_gguf_tokenizer
 
 CONTROL, ADDED = 3, 4
 """gguf.TokenType.CONTROL and USER_DEFINED."""
@@ -220,10 +219,8 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> Any:
     transformers' reader gives none to a text that begins with one.
     """
     from tokenizers import normalizers
-    from transformers import AutoTokenizer
 
-    with quiet_logger("transformers", logging.ERROR):  # it says that it makes the merges itself
-        reader: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    reader = read_gguf_tokenizer(path)
     stages: list[Any] = [normalizers.Replace(" ", _SPACE)]
     if fields.get("tokenizer.ggml.add_space_prefix", True):
         stages.insert(0, normalizers.Prepend(_SPACE))

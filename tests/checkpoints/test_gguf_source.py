@@ -612,6 +612,18 @@ def test_generation_ends_at_each_token_that_ends_it_in_llamacpp(tmp_path: Path) 
     assert model.generation_config.eos_token_id == [5, 7]
 
 
+def test_what_lies_beside_a_file_is_not_read(tmp_path: Path) -> None:
+    path, _, _ = sentencepiece_file(tmp_path, prefix=True)
+    expected = (Path(checkpoint_of(path)) / "tokenizer.json").read_text()
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    shutil.copy(path, beside / "m.gguf")
+    code = {"auto_map": {"AutoTokenizer": ["mine.Mine", None], "AutoConfig": "mine.Mine"}, "tokenizer_class": "Mine"}
+    (beside / "tokenizer_config.json").write_text(json.dumps(code | {"unk_token": "the"}))
+    (beside / "mine.py").write_text("raise SystemExit('this code ran')")
+    assert (Path(checkpoint_of(beside / "m.gguf")) / "tokenizer.json").read_text() == expected
+
+
 def test_an_unknown_pre_tokenizer_leaves_the_tokenizer_out_and_says_so_each_time(tmp_path: Path) -> None:
     hf_posswap.save(build("llama", vocab_size=340), tmp_path / "saved")
     trained(tmp_path / "saved", pre_tokenizers.ByteLevel(add_prefix_space=False))

@@ -1,0 +1,54 @@
+"""What the Auto classes of transformers make of a GGUF file. It brings no code, and what lies beside it is not read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posswap.utils.atomic_io import scratch_folder
+from hf_posswap.utils.threads import quiet_logger
+
+
+def read_gguf_config(path: Path) -> Any:
+    """Return the config that AutoConfig reads from the file at `path`; it raises whatever transformers raises."""
+    from transformers import AutoConfig
+
+    with _alone(path) as folder:
+        return AutoConfig.from_pretrained(folder, gguf_file=path.name, trust_remote_code=False)
+
+
+def read_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Return the causal language model of the file at `path`, and what transformers says about its weights."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    with _alone(path) as folder:
+        model, info = auto.from_pretrained(
+            folder, gguf_file=path.name, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    return model, info
+
+
+def read_gguf_tokenizer(path: Path) -> Any:
+    """Return the tokenizer that AutoTokenizer reads from the file at `path`."""
+    from transformers import AutoTokenizer
+
+    with _alone(path) as folder, quiet_logger("transformers", logging.ERROR):  # it says that it makes merges itself
+        return AutoTokenizer.from_pretrained(folder, gguf_file=path.name, trust_remote_code=False)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """Give a folder in which the file lies by itself: transformers reads a tokenizer's config that lies beside it."""
+    with scratch_folder() as folder:
+        try:
+            os.symlink(path.resolve(), folder / path.name)
+        except OSError:  # a system without links
+            folder = path.parent
+        yield folder
