@@ -60,8 +60,12 @@ def test_a_function_explains_its_arguments_and_errors_and_has_an_example(name: s
 def test_a_class_explains_every_field_and_has_an_example_or_says_who_makes_it(name: str) -> None:
     cls: Any = getattr(hf_posswap, name)
     doc = doc_of(name)
-    fields = [field.name for field in dataclasses.fields(cls) if field.init and not field.name.startswith("_")]
-    assert [field for field in fields if field not in entries(doc, "Attributes")] == []
+    if dataclasses.is_dataclass(cls):
+        section, fields = "Attributes", [field.name for field in dataclasses.fields(cls) if field.init]
+    else:
+        section, fields = "Args", list(inspect.signature(cls).parameters)
+    public = [field for field in fields if not field.startswith("_")]
+    assert [field for field in public if field not in entries(doc, section)] == []
     makers = [maker for maker in re.findall(r"`(\w+)`", doc.partition("\n")[0]) if maker in FUNCTIONS]
     assert ">>> " in doc or makers, "no example, and no function that makes one"
 

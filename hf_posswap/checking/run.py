@@ -259,7 +259,7 @@ def _length_in(raw: dict[str, Any] | None) -> int | None:
 
 def _config_file(model: Any) -> dict[str, Any] | None:
     """Return the config.json that a live model was loaded from; None where it is not at hand."""
-    source = getattr(model.config, "_name_or_path", "")
+    source = getattr(model.config, "name_or_path", "")
     if not source:
         return None
     with contextlib.suppress(PosswapError, OSError, ValueError):
@@ -270,7 +270,7 @@ def _config_file(model: Any) -> dict[str, Any] | None:
 def _changed_on_purpose(model: Any, raw: dict[str, Any], lost: list[Finding]) -> list[Finding]:
     """Return what a live model's config lost of its config.json, as warnings where a fresh load does not lose it."""
     with contextlib.suppress(PosswapError, OSError, ValueError):
-        fresh = read_config(model.config._name_or_path, local_files_only=True)
+        fresh = read_config(model.config.name_or_path, local_files_only=True)
         dropped = {(each.code, each.where) for each in lost_findings(raw, fresh)}
         return [each if (each.code, each.where) in dropped else _as_changed(each) for each in lost]
     return lost

@@ -144,10 +144,10 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of the class, where the file names none
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= config.vocab_size:
             setattr(config, name, None)
-    for name in ("quantization_config", "_model_name_or_path", "unk_token_id"):
-        if name in vars(config):
+    for name in [*vars(config)]:
+        if name in ("quantization_config", "unk_token_id") or name.endswith("model_name_or_path"):
             delattr(config, name)
-    config._name_or_path = ""
+    config.name_or_path = ""
     return config
 
 

@@ -107,7 +107,8 @@ def test_shown_commands_have_their_output_below() -> None:
 
 def test_pages_show_files_as_they_are() -> None:
     shown = blocks("file")
-    assert {block.detail for block in shown} >= {f"tests/toys/{name}.py" for name in ("window_toll", "house", "of_functions")}
+    toys = ("window_toll", "house", "of_functions")
+    assert {block.detail for block in shown} >= {f"tests/toys/{name}.py" for name in toys}
     for block in shown:
         assert block.code == (ROOT / block.detail).read_text(encoding="utf-8"), f"{block} shows an old {block.detail}"
 
