@@ -44,7 +44,8 @@ class _Runner:
         """Return tokens that no field of the config calls special, [number]."""
         config = self.model.config
         values = [config.to_dict(), config.get_text_config().to_dict()]
-        special = {value for each in values for key, value in each.items() if key.rpartition("_")[2] in ("id", "index", "token")
+        kinds = ("id", "index", "token")
+        special = {value for each in values for key, value in each.items() if key.rpartition("_")[2] in kinds
                    and isinstance(value, int)}  # fmt: skip
         size = self.model.get_input_embeddings().weight.shape[0]
         plain = [token for token in range(size) if token not in special]
