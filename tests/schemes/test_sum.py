@@ -238,7 +238,8 @@ def test_a_sum_is_written_with_plus_signs_and_comes_back_from_its_dict(text: str
             "region by region, which takes no bias, so alibi cannot be added",
         ),
         ("llama", "ssmax + ssmax", "only scale queries, so there would be no positions"),
-        ("bert", "rope + ssmax", "needs a causal model"),
+        ("bert", "rope + ssmax", "^ssmax needs a causal model; BertForMaskedLM sees both sides"),
+        ("bert", "native + ssmax", "^ssmax needs a causal model; BertForMaskedLM sees both sides"),
     ],
 )
 def test_what_cannot_be_at_work_together_is_refused_before_anything_is_touched(
@@ -260,6 +261,17 @@ def test_native_is_found_out_and_refused_where_there_is_nothing_to_keep() -> Non
     assert str(plan.scheme) == "alibi + ssmax(s=1.0)"
     with pytest.raises(UnsupportedSwapError, match="positions both in a table and inside attention"):
         patch_model(tiny_model("MPNetForMaskedLM"), native() + "alibi")
+    says = r'^ssmax needs a causal model; the encoder of .*; or {"decoder": the same scheme}, which leaves the encoder'
+    with pytest.raises(UnsupportedSwapError, match=says):
+        patch_model(tiny_model("BartForConditionalGeneration"), "native + ssmax")
+
+
+def test_layers_without_rotation_stay_as_they_are_and_the_plan_says_so() -> None:
+    model = tiny_model("SmolLM3ForCausalLM")
+    still = [layer for layer, rotates in enumerate(model.config.no_rope_layers) if not rotates]
+    assert still
+    plan = swap_plan(patch_model(model, native() + "alibi"))
+    assert plan.notes == (f"Layers without rotation stay as they are: {', '.join(map(str, still))}.",)
 
 
 class Wrong(Mechanism):

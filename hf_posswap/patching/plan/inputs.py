@@ -114,10 +114,12 @@ def refuse_two_sided(model: Any, stack: Stack, scheme: Scheme) -> None:
     if stack.geometry.causal or not scheme.traits.causal_only or stack.inputs == "images":
         return
     whole = type(model).__name__
+    needing = [inner.name for inner in _all_in(scheme) if inner.traits.causal_only]  # what combines schemes comes first
+    given = f'"{scheme.name}"' if len(needing) == 1 else "the same scheme"
     raise UnsupportedSwapError(
-        f"{scheme.name} needs a causal model; {f'the {stack.name} of ' if stack.name else ''}{whole} sees both sides. "
+        f"{needing[-1]} needs a causal model; {f'the {stack.name} of ' if stack.name else ''}{whole} sees both sides. "
         f"What works: {_FOR_TEXT}"
-        + (f'; or {{"decoder": "{scheme.name}"}}, which leaves the {stack.name} as it is.' if stack.name else ".")
+        + (f'; or {{"decoder": {given}}}, which leaves the {stack.name} as it is.' if stack.name else ".")
     )
 
 

@@ -102,8 +102,9 @@ def _keep(context: SwapContext) -> PlanDraft:
         )
         for path in stack.rotary
     ]
-    values = refused_values(context.model, stack, stack.rope_layer_types)
-    return PlanDraft(edits=[*edits], values=values, plugin=True)
+    types = stack.rope_layer_types
+    values = refused_values(context.model, stack, types)
+    return PlanDraft(edits=[*edits], values=values, notes=list(kept_layers(stack, types)), plugin=True)
 
 
 def _before(context: SwapContext) -> str:
