@@ -22,7 +22,8 @@ class SSMax(Scheme):
     """Scalable-Softmax: the scores of a query that sees n keys are multiplied by s_h ln n, s_h learned by head.
 
     A softmax over more keys is flatter; this keeps it as sharp at every length. It is no position mechanism: add it to
-    one, as in `native() + SSMax()` or `Rope() + SSMax()`.
+    one, as in `native() + SSMax()` or `Rope() + SSMax()`. n is position + 1, and in a model whose layers all have a
+    sliding window at most that window; where only some have one, n is position + 1 in all of them.
 
     Attributes:
         s: s_h at the start, for every head; None takes 1 / mean(ln n) over the original window, with which the scores
@@ -58,12 +59,13 @@ class SSMax(Scheme):
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         resolved = super().resolve(geometry, max_length)
         length = geometry.original_length
-        # the mean of ln 1 to ln L is ln(L!) / L; of a window of one token it is 0
-        mean = math.lgamma(length + 1) / length
+        seen = min(length, geometry.sliding_window or length)
+        # the mean of ln 1 to ln L is ln(L!) / L, and from a sliding window on ln n stands; of one token it is 0
+        mean = (math.lgamma(seen + 1) + (length - seen) * math.log(seen)) / length
         return resolved if self.s is not None else dataclasses.replace(resolved, s=1 / mean if mean else 1.0)
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
-        return SSMaxMechanism(self.filled("s"), geometry.num_heads)
+        return SSMaxMechanism(self.filled("s"), geometry.num_heads, geometry.sliding_window)
 
 
 class SSMaxMechanism(Mechanism):
@@ -71,10 +73,13 @@ class SSMaxMechanism(Mechanism):
 
     scales = True
 
-    def __init__(self, s: float, heads: int) -> None:
+    def __init__(self, s: float, heads: int, window: int | None) -> None:
         super().__init__()
+        self.window = math.inf if window is None else window
         self.s = nn.Parameter(torch.full((heads,), s, dtype=torch.float32))  # [H]
 
     def scale(self, query_positions: Tensor) -> Tensor:
-        seen = query_positions.float() + 1  # [B or 1, Q]; the first token sees one key: any scale serves it
+        seen = (query_positions.float() + 1).clamp(
+            max=self.window
+        )  # [B or 1, Q]; the first token sees one key: any scale serves it
         return self.s.float()[:, None] * seen.log()[:, None]  # [B or 1, H, Q]

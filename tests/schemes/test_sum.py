@@ -141,6 +141,35 @@ def test_ssmax_multiplies_the_scores_of_each_head_by_s_ln_n(name: str, by_hand: 
     assert torch.allclose(rest, expected[:, 9:], atol=1e-4)
 
 
+def test_ssmax_counts_the_keys_that_a_sliding_window_shows() -> None:
+    models = [tiny_model("MistralForCausalLM", meta=False) for _ in range(2)]
+    ids, (stock, model) = words(2, LENGTH), models
+    window = stock.config.sliding_window
+    assert window < LENGTH
+    AttentionInterface.register("by_keys", scaled_by_keys)
+    AttentionMaskInterface.register("by_keys", eager_mask)
+    stock.set_attn_implementation("by_keys")
+    patch_model(model, native() + SSMax(s=0.7))
+    got, expected = logits(model, ids), logits(stock, ids)
+    assert torch.allclose(got, expected, atol=1e-4), (got - expected).abs().max()
+    scales = next(m for m in model.modules() if type(m).__name__ == "SSMaxMechanism").scale(torch.arange(32)[None])
+    started = patch_model(tiny_model("MistralForCausalLM", meta=False), "native + ssmax")
+    start = next(m for m in started.modules() if type(m).__name__ == "SSMaxMechanism").scale(torch.arange(32)[None])
+    assert float(scales.max()) == pytest.approx(0.7 * math.log(window))
+    assert float(start.detach().mean()) == pytest.approx(1.0)
+
+
+def scaled_by_keys(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attend with scores times 0.7 ln n, n the keys that the mask shows to a query."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    seen = (mask == 0).sum(dim=-1, keepdim=True)
+    weights = (query @ keys.transpose(2, 3) * scaling * 0.7 * seen.log() + mask).softmax(dim=-1)
+    return (weights @ values).transpose(1, 2), None
+
+
 def test_ssmax_begins_with_a_mean_scale_of_one_over_the_window_and_learns() -> None:
     model = build("llama")
     window = model.config.max_position_embeddings
