@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 import hf_posswap
 from tests.checkpoints.versions_child import CASES, load
 from tests.contract.pairs import NOISE
+from tests.stock import RELEASE
 
 RELEASED = Path(__file__).parent / "released"
 NAMES = sorted(folder.name for folder in RELEASED.iterdir())
@@ -95,5 +96,8 @@ def test_the_code_that_was_saved_with_it_loads_it_where_the_package_is_missing(t
     command = [sys.executable, "-c", _REMOTE, str(checkpoint)]
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": ""}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
+    if RELEASE >= (5, 24):  # the saved code does not know how it attends, and says so instead of being wrong
+        assert (run.returncode, "does not attend through transformers' AttentionInterface" in run.stderr) == (1, True)
+        return
     assert run.returncode == 0, run.stderr[-2000:]
     assert float(run.stdout.split()[-1]) <= TOLERANCE
