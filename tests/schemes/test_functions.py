@@ -80,6 +80,8 @@ def test_a_bias_and_a_scale_are_what_the_functions_give() -> None:
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
 
+    within = verify_swap(patch_model(build("llama"), "native + log-scale"))
+    assert within.checks["unswapped model"].endswith("as they should be: an identity")
     scaled = log_scale(c=0.5).mechanism(swap_plan(model).sites.geometry)
     window = swap_plan(model).sites.geometry.original_length
     at = torch.tensor([[0, window - 1, 2 * window - 1]])

@@ -295,6 +295,30 @@ def test_native_is_found_out_and_refused_where_there_is_nothing_to_keep() -> Non
         patch_model(tiny_model("BartForConditionalGeneration"), "native + ssmax")
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("llama", "native + t5"),
+        ("llama", "rope + t5"),
+        ("llama", "native + nope:logit_scale=0.1"),
+        ("llama", "rope + nope:logit_scale=0.1 + t5"),
+        ("gpt2", "native + t5"),
+        ("gpt2", "learned + nope:logit_scale=0.1"),
+    ],
+)
+def test_what_is_added_may_start_with_no_effect_within_the_window(name: str, scheme: str) -> None:
+    model = patch_model(build(name), scheme)
+    assert "as they should be: an identity" in verify_swap(model).checks["unswapped model"]
+    learned = [module.table for module in model.modules() if type(module).__name__ == "T5Mechanism"]
+    for table in learned:
+        nn.init.normal_(table)
+        assert "are up to" in verify_swap(model).checks["unswapped model"]
+    attention = next(module for module in model.modules() if module._forward_pre_hooks and hasattr(module, "layer_idx"))
+    attention._forward_pre_hooks.clear()
+    with pytest.raises(PosswapError):
+        verify_swap(model)
+
+
 def test_layers_without_rotation_stay_as_they_are_and_the_plan_says_so() -> None:
     model = tiny_model("SmolLM3ForCausalLM")
     still = [layer for layer, rotates in enumerate(model.config.no_rope_layers) if not rotates]

@@ -5,37 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.edits.offload import stored
+from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.interface import CopyRows
 from hf_posswap.patching.sites.attention.native import native_scheme
-from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
+from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable, rows_name
 from hf_posswap.patching.sites.rotary.edits import NeutraliseRotary, RebuildRotary
 from hf_posswap.patching.sites.rotary.matching import matches_within
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import Layered
+from hf_posswap.schemes.mechanism import Mechanism, by_head
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.schemes.sum import Native, Sum, SumMechanism
+from hf_posswap.schemes.together import Together
 
 
-def is_kept(model: Any, swap: AppliedSwap, stack: Stack) -> bool:
-    """Return whether the scheme of `stack` is, within the original length, the mechanism that it had before."""
+def is_kept(model: Any, swap: AppliedSwap, stack: Stack, positions: Tensor) -> bool:
+    """Return whether the scheme of `stack` is, within the original length, the mechanism that it had before.
+
+    Args:
+        model: swapped.
+        swap: of it.
+        stack: of it.
+        positions: [1, Q], from 0: what a sum adds counts only if it does something there.
+    """
     plan, geometry = swap.plan, stack.geometry
-    scheme = plan.schemes[stack.name]
+    scheme = _at_work(plan.schemes[stack.name], model, swap, stack, positions)
     if plan.record.relative == "drop":
         return False
     if isinstance(scheme, Blend) and scheme.weight == 0:
         return True
     if scheme.keeps_native:
-        return False  # what is added to it changes it
+        return isinstance(scheme, Native)  # else what is added to it changes it
     first = next(edit for edit in plan.edits if edit.stack == stack.name)
     if isinstance(first, ReplaceTable) and not scheme.acts_inside:
         before = swap.saved_of(ReplaceTable, first.path)["weight"]
-        now = stored(model.get_submodule(first.path), "weight")
+        table = model.get_submodule(first.path)
+        now = stored(table, rows_name(table))
         rows = min(len(before), len(now))
         return torch.equal(before[:rows].to(now), now[:rows])
     if stack.inside is not None:
@@ -57,6 +69,33 @@ def is_kept(model: Any, swap: AppliedSwap, stack: Stack) -> bool:
     else:
         schemes = {scheme.new if isinstance(scheme, Blend) else scheme}
     return all(_same_angles(native, each, stack) for native in natives for each in schemes)
+
+
+def _at_work(scheme: Scheme, model: Any, swap: AppliedSwap, stack: Stack, positions: Tensor) -> Scheme:
+    """Return `scheme` without what does nothing at `positions`: a bias of zeros, a query scale of 1."""
+    table, within = (scheme.table, scheme.inside) if isinstance(scheme, Together) else (None, scheme)
+    if table is None and not isinstance(scheme, Sum):
+        return scheme
+    added = within.added if isinstance(within, Sum) else (within,)
+    path = next(e.path for e in swap.plan.edits if isinstance(e, AddMechanism) and e.stack == stack.name)
+    whole: Any = model.get_submodule(path)
+    parts: list[Any] = list(whole.parts) if isinstance(whole, SumMechanism) else [whole]
+    left = [part for part, made in zip(added, parts, strict=True) if not _does_nothing(made, positions, stack.geometry)]
+    left = [part for part in (table, within.native if isinstance(within, Sum) else None) if part is not None] + left
+    return left[0] if len(left) == 1 else scheme
+
+
+def _does_nothing(mechanism: Mechanism, positions: Tensor, geometry: Geometry) -> bool:
+    """Return whether `mechanism` changes no attention among tokens at `positions` [1, Q]."""
+    if mechanism.turns:
+        return False
+    if mechanism.scales and bool((by_head(mechanism.scale(positions)) != 1).any()):
+        return False
+    if not mechanism.biases:
+        return True
+    bias = mechanism.bias(positions, positions)  # [1, H, Q, Q]
+    hidden = positions[:, :, None] < positions[:, None, :] if geometry.causal else torch.zeros_like(bias[:, 0]).bool()
+    return not bool(bias.masked_fill(hidden[:, None], 0.0).any())
 
 
 def _same_angles(native: nn.Module, scheme: Scheme, stack: Stack) -> bool:

@@ -70,10 +70,16 @@ class TokenProbe(Probe):
     def expected(self, model: Any) -> Expected:
         swap = model._posswap
         stacks = [swap.plan.sites.stack(name) for name in swap.plan.schemes]
-        return "same" if all(is_kept(model, swap, stack) for stack in stacks) else "different"
+        at = self._compared - swap.plan.sites.first_position
+        return "same" if all(is_kept(model, swap, stack, at) for stack in stacks) else "different"
 
     def comparable(self, model: Any) -> Tensor:
-        return self.at(model, self.near if self.passed_on else self.far)  # the unswapped model would drop them
+        return self.at(model, self._compared)
+
+    @property
+    def _compared(self) -> Tensor:
+        """The positions at which the swapped model is compared with the unswapped one, which may drop others."""
+        return self.near if self.passed_on else self.far
 
     def at(self, model: Any, positions: Tensor, ids: Tensor | None = None, encoder_ids: Tensor | None = None) -> Tensor:
         """Return the logits at `positions`, of `ids` where they are given; of two stacks, the last hidden states."""

@@ -72,7 +72,7 @@ class ReplaceTable(Edit):
 
     def check(self, model: Any) -> str | None:
         embedding = model.get_submodule(self.path)
-        weight = stored(embedding, _rows_name(embedding))
+        weight = stored(embedding, rows_name(embedding))
         if weight.shape[0] != self.rows + self.offset:
             return f"the table has {weight.shape[0]} rows instead of {self.rows + self.offset}"
         if weight.requires_grad and not self.scheme.trainable:
@@ -100,7 +100,7 @@ class ReplaceTable(Edit):
     def freeze(self, model: Any) -> None:
         if not self.scheme.trainable:
             embedding = model.get_submodule(self.path)
-            getattr(embedding, _rows_name(embedding)).requires_grad_(False)
+            getattr(embedding, rows_name(embedding)).requires_grad_(False)
 
     @property
     def touches(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class ReplaceTable(Edit):
         return unfitted(self.scheme, old[self.offset :], lambda table: self.scheme.fit(table, self.rows, self.geometry))
 
 
-def _rows_name(embedding: nn.Module) -> str:
+def rows_name(embedding: nn.Module) -> str:
     """Return the name of the parameter with the rows of a table, which may be inside a blend."""
     return "old" if isinstance(embedding, BlendedTable) else "weight"
 
