@@ -295,7 +295,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
         raise SchemeError(
             f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {brief_repr(scheme)}."
         )
-    scheme = _registered(scheme)
+    scheme = registered_name(scheme)
     if scheme not in SCHEMES and scheme not in PARTS:
         scheme, options = _from_text(scheme, options)
     cls = scheme_class(scheme)
@@ -365,7 +365,7 @@ def class_of_text(text: str) -> type[Scheme]:
         >>> class_of_text("YaRN:factor=4").name
         'yarn'
     """
-    return scheme_class("sum" if is_sum(text) else _registered(text).partition(":")[0])
+    return scheme_class("sum" if is_sum(text) else registered_name(text).partition(":")[0])
 
 
 def is_sum(text: str) -> bool:
@@ -424,13 +424,13 @@ def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"name": name} | {_ROPE_FIELDS.get(key, key): value for key, value in given.items()}
 
 
-def _registered(text: str) -> str:
+def registered_name(text: str) -> str:
     """Return `text` with its leading name in registered spelling: "ALiBi" as "alibi", "NTK-by-parts:..." likewise."""
     name, colon, fields = text.partition(":")
-    if name in SCHEMES:
+    if name in SCHEMES or name in PARTS:
         return text
     plain = re.sub(r"[-_\s]", "", name).lower()
-    matches = [known for known in known_schemes() if known.replace("_", "").lower() == plain]
+    matches = [known for known in known_schemes() if re.sub("[-_]", "", known).lower() == plain]
     return f"{matches[0]}{colon}{fields}" if len(matches) == 1 else text
 
 

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import SchemeError
+from hf_posswap.errors import DuplicateNameError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.registry import Registry
-from hf_posswap.schemes.base import PARTS, SCHEMES, Kind, Scheme, Traits
+from hf_posswap.schemes.base import (
+    PARTS,
+    SCHEMES,
+    Kind,
+    Scheme,
+    Traits,
+    known_schemes,
+    registered_name,
+    scheme_class,
+)
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism
 from hf_posswap.schemes.mechanism import Mechanism
@@ -180,9 +191,10 @@ class _OfFunction:
             **given,
         }
         fields = {field: getattr(self, field) for field in _own_fields(type(self))}
-        made = type(self).function(**{name: known[name] for name in self.named}, **fields)
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
-        found = torch.as_tensor(made, device=device).to(dtype)
+        with device:  # tensors that the function makes itself stand there too, whatever the default
+            made = type(self).function(**{name: known[name] for name in self.named}, **fields)
+        found = self._tensor(made, device, dtype)
         try:
             return found.expand(shape)
         except RuntimeError:
@@ -190,6 +202,18 @@ class _OfFunction:
                 f"{self.name}: {self.function.__name__} gives {list(found.shape)}, expected what expands to "  # type: ignore[attr-defined]
                 f"{list(shape)}."
             ) from None
+
+    def _tensor(self, made: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+        try:
+            found = torch.as_tensor(made, device=device)
+        except (RuntimeError, TypeError, ValueError):
+            found = None
+        if found is None or found.is_complex():
+            what = type(made).__name__ if found is None else str(found.dtype)
+            raise SchemeError(
+                f"{self.name}: {self.function.__name__} gives {what}, expected a tensor of real numbers, or a number."  # type: ignore[attr-defined]
+            )
+        return found.to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +305,10 @@ def _made(
     traits: Traits,
 ) -> Any:
     """Return the scheme class of a function, registered."""
-    named, fields = _parameters(name, function, base.takes)  # type: ignore[attr-defined]
+    _check_name(name)
+    if not inspect.isroutine(function) or inspect.isbuiltin(function):
+        raise SchemeError(f"{name}: a scheme is made of a function that is written with def, got {function!r}.")
+    named, fields = _parameters(name, function, base)
     doc = inspect.getdoc(function) or ""
     namespace = {
         "__doc__": doc or f"{name}, by the function {function.__name__}.",
@@ -300,9 +327,28 @@ def _made(
     return registry.add(name, made)
 
 
-def _parameters(name: str, function: Function, takes: str) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
+def _check_name(name: Any) -> None:
+    """Refuse a name that commands could not write, or that is another scheme's in any spelling.
+
+    Raises:
+        SchemeError: it could not be written.
+        DuplicateNameError: it is taken.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+        raise SchemeError(
+            f"the name of a scheme is a letter, and then letters, digits, hyphens, underscores and dots, got {name!r}."
+        )
+    taken = registered_name(name)
+    if taken in known_schemes():
+        raise DuplicateNameError(
+            f"scheme {taken!r} is already registered as {scheme_class(taken)!r}; choose another name than {name!r}."
+        )
+
+
+def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
     """Return the positional parameters of a function, and type and default of its keyword-only ones."""
-    hints, named, fields = get_type_hints(function), [], {}
+    takes, named, fields = base.takes, [], {}
+    hints = _hints(name, function)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             kind = hints.get(parameter.name)
@@ -310,6 +356,10 @@ def _parameters(name: str, function: Function, takes: str) -> tuple[tuple[str, .
                 raise SchemeError(
                     f"{name}: {parameter.name} of {function.__name__} becomes a field of the scheme, so it needs a "
                     f"type, float, int, bool or Literal[...], got {'none' if kind is None else kind}."
+                )
+            if hasattr(base, parameter.name) and parameter.name not in _field_names(base):
+                raise SchemeError(
+                    f"{name}: a scheme has its own {parameter.name}: call this field of {function.__name__} otherwise."
                 )
             if parameter.default is parameter.empty:
                 raise SchemeError(f"{name}: {parameter.name} of {function.__name__} needs a default.")
@@ -322,6 +372,20 @@ def _parameters(name: str, function: Function, takes: str) -> tuple[tuple[str, .
                 f"{', '.join(_GIVEN[takes])} by name, and its fields are keyword-only, behind a *."
             )
     return tuple(named), fields
+
+
+def _hints(name: str, function: Function) -> dict[str, Any]:
+    """Return the types of the keyword-only parameters of a function, by name."""
+    fields = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    written = {field: kind for field, kind in function.__annotations__.items() if field in fields}
+    try:
+        return get_type_hints(SimpleNamespace(__annotations__=written), globalns=function.__globals__)
+    except (NameError, TypeError, SyntaxError, AttributeError) as error:
+        raise SchemeError(f"{name}: the types of the fields of {function.__name__} cannot be read: {error}.") from error
+
+
+def _field_names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
 
 
 def _own_fields(cls: type) -> dict[str, Any]:

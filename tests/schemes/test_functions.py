@@ -19,7 +19,7 @@ from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import DuplicateNameError, OptionError, RecordError, SchemeError
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.schemes import SCHEMES, bias, make_scheme, native, query_scale, rotation
-from hf_posswap.schemes.base import PARTS
+from hf_posswap.schemes.base import PARTS, known_schemes
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils.user_modules import import_module
 from tests.checkpoints import fresh
@@ -143,22 +143,94 @@ def faulty(take: Any, name: str = "faulty") -> Any:
     def textual(distance: Any, *, depth: str = "a") -> Any:
         return distance
 
-    return take({"default": function, "unknown": unknown, "untyped": untyped, "text": textual}[name])
+    def own(distance: Any, *, mechanism: float = 1.0) -> Any:
+        return distance * mechanism
+
+    def unread(distance: Any, *, depth: Undefined = 1) -> Any:  # type: ignore[name-defined]  # noqa: F821
+        return distance
+
+    functions = {each.__name__: each for each in (function, unknown, untyped, textual, own, unread)}
+    return take(functions.get(name, name))
+
+
+def typed_elsewhere(distance: Undefined, *, depth: int = 1) -> Undefined:  # type: ignore[name-defined]  # noqa: F821
+    """Its other types may be known to a type checker alone."""
+    return -depth * distance
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("default", "depth of function needs a default"),
+        ("function", "depth of function needs a default"),
         ("unknown", "unknown names 'layer'; a bias is given distance, head, heads, head_dim, original_length by name"),
         ("untyped", "depth of untyped becomes a field of the scheme, so it needs a type.* got none"),
-        ("text", "depth of textual becomes a field of the scheme, so it needs a type.* got <class 'str'>"),
+        ("textual", "depth of textual becomes a field of the scheme, so it needs a type.* got <class 'str'>"),
+        ("own", "a scheme has its own mechanism: call this field of own otherwise"),
+        ("unread", "the types of the fields of unread cannot be read: name 'Undefined' is not defined"),
+        ("no function", "faulty: a scheme is made of a function that is written with def, got 'no function'"),
     ],
 )
 def test_a_signature_that_cannot_become_a_scheme_is_refused(fault: str, says: str) -> None:
     with pytest.raises(SchemeError, match=says):
         faulty(bias("faulty"), fault)
     assert "faulty" not in SCHEMES
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a+b", "a:b", "9", 3])
+def test_a_name_that_no_command_could_write_is_refused(name: Any) -> None:
+    with pytest.raises(SchemeError, match=f"the name of a scheme is a letter, .* got {name!r}".replace("+", r"\+")):
+        bias(name)(typed_elsewhere)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", ["alibi", "native", "ssmax", "NTK-by-parts", "Window_Bias", "log-scale"])
+def test_a_name_that_is_taken_in_any_spelling_or_as_a_part_is_refused(name: str) -> None:
+    before = dict(known_schemes())
+    for take in (bias, query_scale, rotation):
+        with pytest.raises(DuplicateNameError, match="is already registered as"):
+            take(name)(lambda: 0.5)
+    assert known_schemes() == before
+    assert make_scheme("Window_Bias:window=3 + LOG_scale") == window_bias(window=3) + log_scale()
+
+
+@pytest.fixture
+def made() -> Iterator[Any]:
+    """Give what makes a scheme of a function under a name, and forget them afterwards."""
+    before = set(known_schemes())
+    yield lambda take, function: take("made-here")(function)
+    for name in set(known_schemes()) - before:
+        SCHEMES.remove(name)
+        PARTS.remove(name)
+
+
+def test_numbers_lists_and_tensors_of_the_functions_own_are_results(made: Any, tmp_path: Path) -> None:
+    ids, model = words(1, LENGTH), build("llama")
+
+    def own(pairs: int, base: float) -> Any:
+        return base ** (-torch.arange(pairs) / pairs)
+
+    scheme = made(rotation, own)()
+    expected = logits(build("llama"), ids)
+    assert torch.allclose(logits(patch_model(model, scheme), ids), expected, atol=1e-4)
+    hf_posswap.save(model, tmp_path / "saved")
+    assert torch.allclose(logits(hf_posswap.load(tmp_path / "saved"), ids), expected, atol=1e-4)
+    with torch.device("meta"):
+        angles = scheme.resolve(swap_plan(model).sites.geometry, None).angles(swap_plan(model).sites.geometry)
+    assert angles.inv_freq.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("result", "says"), [(None, "NoneType"), ("x", "str"), (torch.tensor(1j), "torch.complex64")])
+def test_a_result_that_is_no_number_is_refused_by_the_functions_name(made: Any, result: Any, says: str) -> None:
+    def gives(distance: Any) -> Any:
+        return result
+
+    made(bias, gives)
+    with pytest.raises(SchemeError, match=f"made-here: gives gives {says}, expected a tensor of real numbers"):
+        patch_model(build("llama"), "native + made-here")
+
+
+def test_types_that_only_a_type_checker_reads_are_left_alone(made: Any) -> None:
+    assert made(bias, typed_elsewhere)(depth=2).depth == 2
 
 
 def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
@@ -169,7 +241,7 @@ def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
             return -distance
 
     @rotation("three-angles")
-    def three(pair: Any, *, kind: Literal["a", "b"] = "a") -> Any:
+    def three(pair: Any, *, shape: Literal["a", "b"] = "a") -> Any:
         return torch.ones(3)
 
     @query_scale("nan-scale")
@@ -179,8 +251,8 @@ def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
     try:
         with pytest.raises(SchemeError, match=r"three-angles: three gives \[3\], expected what expands to"):
             patch_model(build("llama"), "three-angles")
-        with pytest.raises(SchemeError, match="kind must be 'a' or 'b'|one of"):
-            three(kind="c")
+        with pytest.raises(SchemeError, match="shape must be 'a' or 'b'|one of"):
+            three(shape="c")
         with pytest.raises(SchemeError, match="scale of FunctionScaleMechanism gives values that are no numbers"):
             patch_model(build("llama"), native() + no_number())
     finally:
