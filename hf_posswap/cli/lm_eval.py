@@ -9,7 +9,7 @@ import typer
 
 from hf_posswap.cli.arguments import Json, MaxLength, Model, TrustRemoteCode, make_scheme, source_of
 from hf_posswap.cli.completing import scheme_names
-from hf_posswap.cli.evaluating import Device, Tokenizer, placing
+from hf_posswap.cli.evaluating import Device, Tokenizer, placing, whole_numbers
 from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
 from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import OptionError
@@ -19,7 +19,12 @@ def lm_eval(
     model: Model,
     tasks: Annotated[
         str,
-        typer.Option(metavar="NAME,NAME", help="Tasks of the harness, or .yaml files of tasks.", show_default=False),
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Tasks of the harness, or .yaml files of tasks. Long: ruler, babilong, longbench2, infinitebench, "
+            "graphwalks.",
+            show_default=False,
+        ),
     ],
     scheme: Annotated[
         str | None,
@@ -28,6 +33,22 @@ def lm_eval(
             help="Put this one in first, without training: yarn, or yarn:factor=4,base=500000.",
             show_default=False,
             autocompletion=scheme_names,
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Run each task at each of these lengths, in tokens. Default: the data as they are.",
+            show_default=False,
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The unswapped model, or the --out file of its run: shows the percentage of its scores that is kept.",
+            show_default=False,
         ),
     ] = None,
     max_length: MaxLength = None,
@@ -45,7 +66,20 @@ def lm_eval(
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Questions per batch.")] = 1,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Questions of each task. Default: all.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Questions of each task and length. Default: all.", show_default=False),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Write questions as the tokenizer's chat template does.")
+    ] = False,
+    fewshot_as_multiturn: Annotated[
+        bool, typer.Option("--fewshot-as-multiturn", help="Examples are turns of the chat of their own.")
+    ] = False,
+    metadata: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="More for the functions that make the data of tasks, as {...}.", show_default=False
+        ),
     ] = None,
     tokenizer: Tokenizer = None,
     device: Device = "auto",
@@ -66,10 +100,17 @@ def lm_eval(
     the harness's tasks fetch their data from the Hub.
 
     Example: posswap lm-eval my-long-llama --tasks hellaswag --limit 100
+
+    Example: posswap lm-eval my-long-llama --tasks ruler --lengths 4096,8192,16384 --limit 50 --base llama
     """
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
     source = source_of(model)
+    options: dict[str, Any] = {
+        "lengths": whole_numbers(lengths),
+        "base": None if base is None else _base(base),
+        "metadata": None if metadata is None else _metadata(metadata),
+    }
     chosen = None if scheme is None else make_scheme(scheme)
     where = placing(device, dtype)
     target = None if out is None else checked_file(out)
@@ -87,6 +128,9 @@ def lm_eval(
             num_fewshot=num_fewshot,
             batch_size=batch_size,
             limit=limit,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=fewshot_as_multiturn,
+            **options,
             device=where["device"],
             dtype=where["dtype"] or "auto",
             trust_remote_code=trust_remote_code,
@@ -96,22 +140,87 @@ def lm_eval(
     if json:
         show_json(_plain(results))
         return
-    show_table(["task", "metric", "value", "standard error"], _rows(results["results"]))
+    _show(results)
+
+
+def _base(text: str) -> Any:
+    """Return the results in a file, or a model."""
+    from hf_posswap.utils.atomic_io import read_json
+    from hf_posswap.utils.user_paths import expand_home
+
+    path = expand_home(text)
+    return read_json(path) if path.suffix == ".json" and path.is_file() else source_of(text)
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f'--metadata {text}: expected a JSON object, such as {{"name": 1}} ({error}).') from error
+    if not isinstance(value, dict):
+        raise OptionError(f'--metadata {text}: expected a JSON object, such as {{"name": 1}}.')
+    return value
+
+
+def _show(results: dict[str, Any]) -> None:
+    table, lengths = results["table"], results.get("lengths")
+    if lengths is None:
+        kept = ["kept"] if "base" in results else []
+        show_table(["task", "metric", "value", "standard error", *kept], _rows(results))
+    else:
+        show_table(*length_table(table, lengths))
+        longer = [
+            f"{name} has {count:,} longer questions, which were left out." for name, count in results["longer"].items()
+        ]
+        show_text("", *longer)
+    if "base" in results:
+        reach = results["base"]["longest_input"]
+        show_text("", f"Kept: percentage of the base's score. The base reads at most {reach:,} tokens.")
     show_text("", f"Inputs of at most {results['longest_input']:,} tokens.")
 
 
-def _rows(results: dict[str, Any]) -> list[list[str]]:
-    """Return one row per number of each task; the harness's keys are "metric,filter"."""
+def length_table(table: dict[str, Any], lengths: list[int]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table of tasks and lengths.
+
+    Args:
+        table: of `hf_posswap.harness.run_tasks`.
+        lengths: in tokens.
+    """
+    header = ["task", "metric", *(f"{length:,}" for length in lengths), "RULER length", "NoLiMa length"]
     rows = []
-    for task, scores in results.items():
-        for key, value in scores.items():
-            metric, comma, kept = key.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            error = scores.get(f"{metric}_stderr,{kept}")
-            shown = f"{error:.4g}" if isinstance(error, float) else "–"
-            name = metric if kept == "none" else f"{metric}, {kept}"
-            rows.append([task, name, f"{value:.4g}" if isinstance(value, float) else str(value), shown])
+    for row in table["rows"]:
+        kept = row.get("retention") or {}
+        cells = []
+        for length in lengths:
+            cell, share = row["values"].get(str(length)), kept.get(str(length))
+            shown = "–" if cell is None else f"{cell['score']:.4g}"
+            cells.append(shown if share is None else f"{shown} ({share:.0f} % kept)")
+        effective = row["effective_length"] or {}
+        reached = [_reached(effective.get(name), lengths, bool(effective)) for name in ("ruler", "nolima")]
+        rows.append([row["task"], row["metric"], *cells, *reached])
+    return header, rows
+
+
+def _reached(length: int | None, lengths: list[int], judged: bool) -> str:
+    if not judged:
+        return "–"
+    if length is None:
+        return f"< {min(lengths):,}"
+    return f"≥ {length:,}" if length == max(lengths) else f"{length:,}"
+
+
+def _rows(results: dict[str, Any]) -> list[list[str]]:
+    """Return one row per task, metric and column of a run without lengths."""
+    rows = []
+    for row in results["table"]["rows"]:
+        for column, cell in row["values"].items():
+            error = "–" if cell["stderr"] is None else f"{cell['stderr']:.4g}"
+            name = row["metric"] if column == "all" else f"{row['metric']} at {int(column):,}"
+            share = (row.get("retention") or {}).get(column)
+            kept = [] if "base" not in results else ["–" if share is None else f"{share:.1f} %"]
+            rows.append([row["task"], name, f"{cell['score']:.4g}", error, *kept])
     return rows
 
 

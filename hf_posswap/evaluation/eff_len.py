@@ -14,6 +14,9 @@ from hf_posswap.errors import DataError
 from hf_posswap.evaluation.statistics import wilson_interval
 from hf_posswap.utils.result_views import ResultView
 
+RULER_BAR = 0.856
+"""RULER's threshold: the score of Llama-2-7B at 4096 tokens. Hsieh et al. 2024, https://arxiv.org/abs/2404.06654."""
+
 
 @dataclass(frozen=True, repr=False)
 class EffectiveLength(ResultView):
@@ -65,9 +68,21 @@ def effective_length(
         needed = next(n for n in range(fewest, 10**6) if wilson_interval(n, n)[0] >= bar)
         reason = f"{fewest} questions per length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
         return EffectiveLength(None, base, bar, reason.replace("%", " %"))
-    longest = base_length
-    for length in sorted(n for n in answers if n > base_length):
-        if wilson_interval(*answers[length])[0] < bar:
+    bounds = {length: wilson_interval(*found)[0] for length, found in answers.items() if length > base_length}
+    longest = longest_passing(bounds, bar) or base_length
+    return EffectiveLength(longest, base, bar, None)
+
+
+def longest_passing(scores: Mapping[int, float], bar: float) -> int | None:
+    """Return the longest length at which, as at all shorter ones, the score is at least `bar`; None if there is none.
+
+    Example:
+        >>> longest_passing({4096: 0.96, 8192: 0.87, 16384: 0.6, 32768: 0.9}, RULER_BAR)
+        8192
+    """
+    longest = None
+    for length in sorted(scores):
+        if scores[length] < bar:
             break
         longest = length
-    return EffectiveLength(longest, base, bar, None)
+    return longest

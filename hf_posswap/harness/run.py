@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import DataError, OptionError
+from hf_posswap.harness.lengths import (
+    KEY,
+    PRESETS,
+    by_length,
+    load_tasks,
+    missing_package,
+    questions_by_length,
+    reads_lengths,
+    tokenizer_folder,
+)
 from hf_posswap.harness.model import harness_model_class
+from hf_posswap.harness.scores import retention, rows_of, table_of
 from hf_posswap.harness.task_code import refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
 from hf_posswap.utils.user_paths import expand_home
@@ -27,82 +38,218 @@ def run_tasks(
     tasks: Sequence[str | Path],
     scheme: Scheme | str | None = None,
     *,
+    lengths: Sequence[int] | None = None,
+    base: PreTrainedModel | str | Path | Mapping[str, Any] | None = None,
     max_length: int | None = None,
     longest_input: int | None = None,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     num_fewshot: int | None = None,
     batch_size: int = 1,
     limit: int | None = None,
+    apply_chat_template: bool = False,
+    fewshot_as_multiturn: bool = False,
+    metadata: Mapping[str, Any] | None = None,
     device: Any = None,
     dtype: Any = "auto",
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Run tasks and return the harness's results, with the scores of each task under "results".
 
-    The maximum input length, which depends on the swap, is under "longest_input".
+    The maximum input length, which depends on the swap, is under "longest_input". Under "table" is one row per task and
+    metric: its "values" by length, its "effective_length" by RULER's and by NoLiMa's criterion, and with `base` its
+    "retention", the percentage of the base's score. With `lengths`, "runs" has the harness's output for each length
+    instead of "results".
 
     Args:
         model: a causal model (which is not changed), a folder or a Hub id, with or without a swap.
         tasks: names that the harness knows, or .yaml files of tasks.
         scheme: the scheme to put in first, without training.
-        max_length: maximum length of `scheme`.
+        lengths: run each task at each of these lengths, in tokens. RULER and BABILong make or choose their data by
+            length; of other tasks, each length gets the questions whose prompts are longer than the length before.
+        base: the unswapped model, or what `run_tasks` returned for it. It runs at the lengths that it can read.
+        max_length: maximum length of `scheme`; None: the longest of `lengths`.
         longest_input: truncate longer inputs, in tokens; None: the swap's maximum length, else the model's.
         tokenizer: the model's tokenizer; None: that of the folder or Hub id.
         num_fewshot: examples before each question; None: the task's default.
         batch_size: questions per batch.
-        limit: questions of each task; None: all.
+        limit: questions of each task, and of each length; None: all.
+        apply_chat_template: write questions as the tokenizer's chat template does.
+        fewshot_as_multiturn: in the chat template, examples are turns of their own.
+        metadata: more for the functions that make the tasks' data. The tokenizer is always among it.
         device: to run on; None: the CPU.
         dtype: to load in; "auto": that of the checkpoint.
         trust_remote_code: run code that comes with the model, its tokenizer or a .yaml file of a task; otherwise such a
             file may name no functions, and its templates are sandboxed. The harness's built-in tasks always run.
 
     Raises:
-        MissingDependencyError: lm_eval is not installed.
-        OptionError: no tasks, an invalid number, or an unknown task.
-        DataError: a model object without a tokenizer, or a tokenizer that cannot be read.
+        MissingDependencyError: lm_eval is not installed, or a package that a task needs.
+        OptionError: no tasks, an invalid number, an unknown task, or a length that the model cannot read.
+        DataError: a model object without a tokenizer, a tokenizer that cannot be read, data of a task that cannot be
+            read, or a `base` that answered other questions.
         RemoteCodeError: code is needed without `trust_remote_code`.
         CheckpointError, UnsupportedSwapError, UnsupportedModelError, SchemeError: as `load` and `patch_model`.
     """
     check_max_length(max_length)
-    for name, value in (("batch_size", batch_size), ("limit", limit), ("longest_input", longest_input)):
-        if value is not None and value < 1:
-            raise OptionError(f"{name} is a whole number of at least 1, got {value!r}.")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise OptionError(f"num_fewshot is a whole number of at least 0, got {num_fewshot!r}.")
+    _check_numbers(batch_size=batch_size, limit=limit, longest_input=longest_input, num_fewshot=num_fewshot)
+    if fewshot_as_multiturn and not apply_chat_template:
+        raise OptionError("fewshot_as_multiturn needs a chat: set apply_chat_template, too.")
+    if "tokenizer" in (metadata or {}) and not trust_remote_code:
+        raise OptionError("tasks run the code of a tokenizer in metadata: leave it out, or set trust_remote_code.")
+    chosen = None if lengths is None else _checked_lengths(lengths, metadata)
     if tokenizer is None and not isinstance(model, str | Path):
         raise DataError("a model object has no tokenizer: give tokenizer=.")
     model_class = harness_model_class()
-    manager = _manager(tasks, trust_remote_code)
-    source = str(model) if isinstance(model, Path) else model
-    named = {} if tokenizer is None else {"tokenizer": tokenizer}
-    subject = model_class(
-        source,
-        scheme=scheme,
-        swap_length=max_length,
-        max_length=longest_input,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        **named,
-    )
+    requested = [str(task) if chosen is None else by_length(str(task)) for task in tasks]
+    settings: dict[str, Any] = {
+        "tasks": requested,
+        "lengths": chosen,
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "apply_chat_template": apply_chat_template,
+        "fewshot_as_multiturn": fewshot_as_multiturn,
+        "metadata": dict(metadata or {}),
+    }
+    if isinstance(base, Mapping):  # fail before anything is loaded
+        retention({"table": {"columns": [], "rows": []}, "settings": settings}, base)
+    shared: dict[str, Any] = {}
+    manager = _manager(requested, trust_remote_code, shared)
+    more = {"batch_size": batch_size, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    if tokenizer is not None:
+        more["tokenizer"] = tokenizer
+
+    def run(source: Any, **swap: Any) -> dict[str, Any]:
+        source = str(source) if isinstance(source, Path) else source
+        return _run(model_class(source, **swap, **more), manager, shared, settings, trust_remote_code, bool(swap))
+
+    longest = max_length if scheme is None or max_length is not None or chosen is None else chosen[-1]
+    results = run(model, scheme=scheme, swap_length=longest, max_length=longest_input)
+    if base is not None:
+        theirs = base if isinstance(base, Mapping) else run(base)
+        results["base"] = {"table": theirs["table"], "longest_input": theirs["longest_input"]}
+        results["table"] = retention(results, theirs)
+    return results
+
+
+def _check_numbers(**given: int | None) -> None:
+    for name, value in given.items():
+        least = 0 if name == "num_fewshot" else 1
+        if value is not None and value < least:
+            raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
+
+
+def _checked_lengths(lengths: Sequence[int], metadata: Mapping[str, Any] | None) -> list[int]:
+    if not lengths or any(isinstance(length, bool) or length < 1 for length in lengths):
+        raise OptionError(f"lengths are whole numbers of at least 1, got {list(lengths)}.")
+    if KEY in (metadata or {}):
+        raise OptionError(f"lengths and {KEY} in metadata both set the lengths: leave out one of them.")
+    return sorted(set(lengths))
+
+
+def _run(
+    subject: Any, manager: Any, shared: dict[str, Any], settings: dict[str, Any], trusted: bool, strict: bool
+) -> dict[str, Any]:
+    """Run the tasks on one model.
+
+    Args:
+        subject: the harness's model.
+        manager: the harness's index of tasks.
+        shared: the metadata of `manager`, which is changed.
+        settings: what to run.
+        trusted: templates may run code.
+        strict: refuse lengths that the model cannot read; otherwise leave them out.
+    """
+    lengths: list[int] | None = settings["lengths"]
+    reach = subject.max_length
+    unread = [length for length in lengths or [] if length > reach]
+    if unread and (strict or len(unread) == len(lengths or [])):
+        raise OptionError(
+            f"the {'model' if strict else 'base'} reads at most {reach} tokens, and the lengths go to {unread[-1]}: "
+            "longer questions would be cut. Give shorter lengths, or the longest input that it should read."
+        )
+    if settings["apply_chat_template"] and not subject.tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template: leave out apply_chat_template, or use a chat model.")
+    with (
+        nullcontext() if trusted else templates_without_code(),
+        tokenizer_folder(subject.tokenizer, trust_remote_code=trusted) as folder,
+    ):
+        shared.clear()
+        shared.update({"tokenizer": folder, **settings["metadata"]})
+        if lengths is not None:
+            readable = [length for length in lengths if length not in unread]
+            found = _run_by_length(subject, manager, shared, settings, readable)
+        else:
+            found = _evaluate(subject, settings["tasks"], manager, settings, folder, limit=settings["limit"])
+            found["table"] = table_of(rows_of(found, None, {}), {})
+    return found | {"longest_input": reach, "settings": settings}
+
+
+def _run_by_length(
+    subject: Any, manager: Any, shared: dict[str, Any], settings: dict[str, Any], lengths: list[int]
+) -> dict[str, Any]:
+    """Run the tasks at each length; the arguments are those of `_run`."""
+    limit, folder = settings["limit"], shared["tokenizer"]
+    loaded = load_tasks(settings["tasks"], manager, shared, lengths[0])
+    groups = loaded.groups
+    measured = {
+        name: questions_by_length(task, subject.tokenizer, lengths, limit)
+        for name, task in loaded.tasks.items()
+        if not reads_lengths(task)
+    }
+    fixed = {name: loaded.tasks[name] for name in measured}
+    again = [name for name, tasks in groups.items() if set(tasks) - set(measured)]
+    rows: list[dict[str, Any]] = []
+    runs: dict[str, Any] = {}
+    for length in lengths:
+        if length != lengths[0]:
+            loaded = load_tasks(again, manager, shared, length)
+        asked = [task for name, task in loaded.tasks.items() if name not in measured]
+        samples = {name: found[length] for name, (found, _) in measured.items() if found[length]}
+        outputs = runs[str(length)] = []
+        if asked:
+            outputs.append(_evaluate(subject, asked, manager, settings, folder, limit=limit))
+            rows += rows_of(outputs[-1], length, {})
+        if samples:
+            kept = [fixed[name] for name in samples]
+            outputs.append(_evaluate(subject, kept, manager, settings, folder, samples=samples))
+            rows += rows_of(outputs[-1], length, {name: len(numbers) for name, numbers in samples.items()})
+    if not rows:
+        raise DataError(f"no question has a prompt of at most {lengths[-1]} tokens: give longer lengths.")
+    longer = {name: count for name, (_, count) in measured.items() if count}
+    return {"runs": runs, "lengths": lengths, "longer": longer, "table": table_of(rows, groups)}
+
+
+def _evaluate(
+    subject: Any, tasks: list[Any], manager: Any, settings: dict[str, Any], folder: str, **what: Any
+) -> dict[str, Any]:
+    """Return the harness's output; the temporary folder of the tokenizer is not named in it."""
     from lm_eval import simple_evaluate
 
-    with nullcontext() if trust_remote_code else templates_without_code():
-        results: Any = simple_evaluate(
+    if settings["apply_chat_template"]:
+        what |= {name: settings[name] for name in ("apply_chat_template", "fewshot_as_multiturn")}
+    try:
+        output: Any = simple_evaluate(
             subject,
-            tasks=[str(task) for task in tasks],
-            num_fewshot=num_fewshot,
-            limit=limit,
+            tasks=tasks,
+            num_fewshot=settings["num_fewshot"],
             task_manager=manager,
             log_samples=False,
             bootstrap_iters=1000,
+            **what,
         )
-    return dict(results) | {"longest_input": subject.max_length}
+    except ImportError as error:
+        raise missing_package(error) from error
+    for config in output["configs"].values():
+        told = config.get("metadata")
+        if isinstance(told, dict) and told.get("tokenizer") == folder:
+            config["metadata"] = {key: value for key, value in told.items() if key != "tokenizer"}
+    return dict(output)
 
 
-def _manager(tasks: Sequence[str | Path], trust_remote_code: bool) -> Any:
-    """Return the harness's index of tasks, after checking that all of `tasks` exist."""
+def _manager(tasks: Sequence[str], trust_remote_code: bool, metadata: dict[str, Any]) -> Any:
+    """Return the harness's index of tasks, after checking that all of `tasks` exist.
+
+    The index keeps `metadata` itself, so that later changes count: it takes long to build.
+    """
     from lm_eval.tasks import TaskManager
 
     if not tasks:
@@ -113,9 +260,19 @@ def _manager(tasks: Sequence[str | Path], trust_remote_code: bool) -> Any:
         raise OptionError(f"no such file of a task: {', '.join(missing)}.")
     if not trust_remote_code:
         refuse_task_code(files)
-    manager = TaskManager(include_defaults=len(files) < len(tasks))  # the harness's own are more than ten thousand
+    metadata[KEY] = []  # an empty one would be replaced
+    manager = TaskManager(
+        include_defaults=len(files) < len(tasks), metadata=metadata
+    )  # the harness's own are more than ten thousand
     for task in tasks:
         if Path(task).suffix not in _YAML and str(task) not in manager.all_tasks:
+            if str(task) in PRESETS:
+                import lm_eval
+
+                raise OptionError(
+                    f"lm_eval {lm_eval.__version__} has no {str(task)!r}, which came with {PRESETS[str(task)]}: "
+                    "pip install -U lm_eval."
+                )
             near = difflib.get_close_matches(str(task), manager.all_tasks, n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise OptionError(f"the harness has no task {str(task)!r}.{hint} Give one of its names, or a .yaml file.")

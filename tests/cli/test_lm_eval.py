@@ -54,6 +54,26 @@ def test_a_swap_is_put_in_and_the_scores_are_shown_and_kept(
     assert "Inputs of at most 32 tokens." in shown.stdout
 
 
+def test_tasks_are_shown_by_length_with_what_is_kept_of_the_base(posswap: Posswap, model: Path, tmp_path: Path) -> None:
+    task = letters(tmp_path)
+    rows = [json.dumps({"text": "ab" * half, "answer": half % 2}) for half in (3, 4, 7, 8, 15, 16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "letters.yaml").write_text(json.dumps(task))
+    out, options = tmp_path / "base.json", ["--tasks", tmp_path / "letters.yaml", "--lengths", "8,16,32"]
+    alone = posswap("lm-eval", model, *options, "--limit", "2", "-o", out, "--json")
+    assert alone.returncode == 0, alone.stderr
+    table = json.loads(alone.stdout)["table"]
+    assert table["columns"] == ["8", "16", "32"]
+    assert [cell["questions"] for cell in table["rows"][0]["values"].values()] == [2, 2, 2]
+    swapped = posswap("lm-eval", model, "rope", *options, "--limit", "2", "--base", out)
+    assert swapped.returncode == 0, swapped.stderr
+    for shown in ("kept)", "RULER", "NoLiMa", "Inputs of at most 32 tokens.", "The base reads at most 32 tokens."):
+        assert shown in " ".join(swapped.stdout.split()), swapped.stdout
+    other = posswap("lm-eval", model, "rope", *options, "--base", out)
+    assert other.returncode != 0
+    assert "answered different questions" in other.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +81,9 @@ def test_a_swap_is_put_in_and_the_scores_are_shown_and_kept(
         (["--tasks", ","], "tasks names what to run, got none"),
         (["--tasks", "no.yaml", "--max-length", "64"], "name one after MODEL"),
         (["rope:size=3", "--tasks", "no.yaml"], "scheme 'rope' has no field 'size'"),
+        (["--tasks", "no.yaml", "--lengths", "many"], "--lengths are whole numbers with commas"),
+        (["--tasks", "no.yaml", "--metadata", "[1]"], "--metadata [1]: expected a JSON object"),
+        (["--tasks", "no.yaml", "--fewshot-as-multiturn"], "fewshot_as_multiturn needs a chat"),
         (["--tasks", "no.yaml", "--limit", "0"], "limit is a whole number of at least 1, got 0"),
     ],
 )

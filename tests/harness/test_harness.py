@@ -170,9 +170,8 @@ def test_an_unknown_task_is_named_with_its_neighbours() -> None:  # the harness 
 def test_a_missing_harness_is_said(monkeypatch: pytest.MonkeyPatch, tasks: dict[str, Path]) -> None:
     import sys
 
-    from hf_posswap.harness import model
-
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    model.harness_model_class.cache_clear()
+    again = harness_model_class.__wrapped__  # the class is registered once in a process
+    monkeypatch.setattr("hf_posswap.harness.run.harness_model_class", again)
     with pytest.raises(MissingDependencyError, match=r"lm_eval is needed here .* pip install 'hf-posswap\[lm-eval\]'"):
         run_tasks(gpt2(), [tasks["choice"]], tokenizer=TOKENIZER)

@@ -1,0 +1,163 @@
+"""Scores of the harness as a table of tasks and lengths, with effective lengths and the share of a base's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hf_posswap.errors import DataError
+from hf_posswap.evaluation.eff_len import RULER_BAR, longest_passing
+
+ALL = "all"
+"""The column of scores that belong to no length."""
+_SHARE = 0.85  # NoLiMa: of the base score
+_SAME = ("tasks", "lengths", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "metadata")
+
+
+def rows_of(output: Mapping[str, Any], length: int | None, asked: Mapping[str, int | None]) -> list[dict[str, Any]]:
+    """Return one row per task and metric of one output of the harness.
+
+    RULER's metrics are called by their lengths; they become one metric "score" in the column of their length, and the
+    harness's -1 for the lengths that were not run is dropped.
+
+    Args:
+        output: what `lm_eval.simple_evaluate` returned.
+        length: the column of all other metrics; None: "all".
+        asked: questions of each task; None: what the harness says.
+    """
+    rows = []
+    for task, scores in output["results"].items():
+        known = output.get("higher_is_better", {}).get(task) or {}
+        effective = output.get("n-samples", {}).get(task, {}).get("effective")
+        for key, value in scores.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            by_length = metric.isdecimal()
+            if by_length and (value == -1 or (length is not None and int(metric) != length)):
+                continue
+            error = scores.get(f"{metric}_stderr,{kept}")
+            name = "score" if by_length else metric
+            cell = {
+                "score": float(value),
+                "stderr": float(error) if isinstance(error, int | float) else None,
+                "questions": effective if asked.get(task) is None else asked[task],
+            }
+            rows.append(
+                {
+                    "task": task,
+                    "metric": name if kept == "none" else f"{name}, {kept}",
+                    "higher_is_better": True if by_length else known.get(metric),
+                    "values": {metric if by_length else ALL if length is None else str(length): cell},
+                }
+            )
+    return rows
+
+
+def table_of(rows: Iterable[dict[str, Any]], groups: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return the table of all rows: those of one task and metric become one, and groups get the mean of their tasks.
+
+    Args:
+        rows: of `rows_of`, for each length.
+        groups: {name: its tasks}; those with one task are left out.
+    """
+    joined: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = (row["task"], row["metric"])
+        joined.setdefault(key, row | {"values": {}})["values"].update(row["values"])
+    means = [mean for name, tasks in groups.items() for mean in _means(name, tasks, list(joined.values()))]
+    found = [*joined.values(), *means]
+    columns = sorted({column for row in found for column in row["values"]}, key=_order)
+    for row in found:
+        row["effective_length"] = _effective(row)
+    return {"columns": columns, "rows": found}
+
+
+def _means(name: str, tasks: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the means over the tasks of a group, weighted by questions; only lengths that all tasks have count."""
+    means = []
+    parts = [row for row in rows if row["task"] in tasks]
+    for metric in dict.fromkeys(row["metric"] for row in parts):
+        same = [row for row in parts if row["metric"] == metric]
+        if len(tasks) < 2 or len(same) < len(tasks):
+            continue
+        values = {}
+        for column in same[0]["values"]:
+            cells = [row["values"][column] for row in same if column in row["values"]]
+            questions = sum(cell["questions"] or 0 for cell in cells)
+            if len(cells) < len(same) or not questions:
+                continue
+            total = sum(cell["score"] * cell["questions"] for cell in cells)
+            values[column] = {"score": total / questions, "stderr": None, "questions": questions}
+        better = {row["higher_is_better"] for row in same}
+        title = f"{name}, mean of {len(same)} tasks"
+        row = {"task": title, "metric": metric, "higher_is_better": better.pop() if len(better) == 1 else None}
+        means += [row | {"values": values}] if values else []
+    return means
+
+
+def _effective(row: Mapping[str, Any]) -> dict[str, int | None] | None:
+    """Return the effective lengths by RULER's and by NoLiMa's criterion, or None where they have no meaning."""
+    scores = {int(column): cell["score"] for column, cell in row["values"].items() if column != ALL}
+    if len(scores) < 2 or not row["higher_is_better"]:
+        return None
+    first = scores[min(scores)]
+    by_share = longest_passing(scores, _SHARE * first) if first > 0 else None
+    return {"ruler": longest_passing(scores, RULER_BAR), "nolima": by_share}
+
+
+def add_retention(table: dict[str, Any], base: Mapping[str, Any]) -> None:
+    """Add to each row of `table` the percentage of the base's score, by column; None where the base has none, or 0.
+
+    Metrics for which less is better get none.
+
+    Args:
+        table: of `table_of`, which is changed.
+        base: the base's table.
+    """
+    theirs = {(row["task"], row["metric"]): row["values"] for row in base["rows"]}
+    for row in table["rows"]:
+        values = theirs.get((row["task"], row["metric"]), {})
+        row["retention"] = None if not row["higher_is_better"] else {
+            column: 100 * cell["score"] / values[column]["score"]
+            if column in values and values[column]["score"] > 0
+            else None
+            for column, cell in row["values"].items()
+        }  # fmt: skip
+
+
+def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of `results` with the percentage of the base's scores, in `retention` of each row.
+
+    Args:
+        results: what `run_tasks` returned, also when read from JSON.
+        base: the same for the unswapped model.
+
+    Raises:
+        DataError: one of them is no result of `run_tasks`, or they come from different questions.
+
+    Example:
+        >>> cell = {"score": 0.5, "stderr": None, "questions": 10}
+        >>> row = {"task": "a", "metric": "acc", "higher_is_better": True, "values": {"all": cell}}
+        >>> mine = {"table": {"columns": ["all"], "rows": [row]}, "settings": {}}
+        >>> theirs = {"table": {"rows": [row | {"values": {"all": cell | {"score": 0.8}}}]}, "settings": {}}
+        >>> retention(mine, theirs)["rows"][0]["retention"]
+        {'all': 62.5}
+    """
+    for name, value in (("results", results), ("base", base)):
+        if not isinstance(value, Mapping) or not {"table", "settings"} <= set(value):
+            raise DataError(
+                f"{name} is no result of run_tasks or posswap lm-eval --out: it has no table and settings. Run the "
+                "tasks again."
+            )
+    other = [key for key in _SAME if results["settings"].get(key) != base["settings"].get(key)]
+    if other:
+        told = "; ".join(f"{key} {results['settings'].get(key)!r} and {base['settings'].get(key)!r}" for key in other)
+        raise DataError(f"the model and the base answered different questions: {told}. Run both with the same options.")
+    table = {"columns": list(results["table"]["columns"]), "rows": [dict(row) for row in results["table"]["rows"]]}
+    add_retention(table, base["table"])
+    return table
+
+
+def _order(column: str) -> tuple[bool, int]:
+    return (column == ALL, 0 if column == ALL else int(column))
