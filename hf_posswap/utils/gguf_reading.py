@@ -36,6 +36,10 @@ _SAME: dict[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "use_parallel_residual": ("use_parallel_residual",),
+    "expert_count": ("num_experts",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
 """Keys of an architecture, without its name, and the fields of configs that say the same; the first that there is."""
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -45,10 +49,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "rope.scaling.finetuned": (True, False),
     "tensor_data_layout": ("Meta AI original pth", "reference"),
 }
-"""Keys that change nothing at these values."""
+"""Keys that change nothing at these values, where a config has no field for them."""
 _LARGEST = {("gemma2", 46), ("gemma3", 62)}
 """Architectures and layers of the models of 27 B, whose scores llama.cpp divides by another number."""
-ARCHITECTURES = ("llama", "gpt2", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm")
+ARCHITECTURES = (
+    "llama", "gpt2", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm"
+)  # fmt: skip
 """Those for which a test holds transformers' reading against the model that was written."""
 _WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -123,6 +129,9 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
     }
     keys.setdefault("attention.head_count_kv", keys.get("attention.head_count"))
     rope = {name: keys.pop(name) for name in list(keys) if name.startswith("rope.") and name not in _ONLY}
+    window, pattern = keys.get("attention.sliding_window"), None
+    if architecture == "gemma3":
+        pattern = keys.pop("attention.sliding_window_pattern", 6)
     value_length = keys.pop("attention.value_length", None)
     if value_length not in (None, keys.get("attention.key_length")):
         keys["attention.value_length"] = value_length  # which no config has
@@ -133,8 +142,7 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
             f"{path} says {told}, which is in no field of a {type(config).__name__}, so that the model would compute "
             "something else. Take the checkpoint that the file was made from."
         )
-    if hasattr(config, "sliding_window") and keys.get("attention.sliding_window") is None:
-        config.sliding_window = None  # llama.cpp then has none, whatever the default of the class
+    _set_windows(path, architecture, config, window, pattern)
     if hasattr(config, "query_pre_attn_scalar"):  # no key says it
         width = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = (
@@ -151,14 +159,41 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
     return config
 
 
+def _set_windows(
+    path: Path, architecture: str, config: Any, window: int | None, pattern: int | list[bool] | None
+) -> None:
+    """Put into `config` which layers slide, as llama.cpp has it: none without a window.
+
+    Args:
+        path: the file, for errors.
+        architecture: as llama.cpp calls it.
+        config: with the other keys of the file in it.
+        window: in tokens.
+        pattern: of a Gemma 3: for each layer whether it slides, or n: all but every n-th layer do, and for 0 all.
+    """
+    if architecture != "gemma3":
+        if hasattr(config, "sliding_window") and not window:  # 0 in files of Phi-4
+            config.sliding_window = None  # whatever the default of the class
+        return
+    layers = int(config.num_hidden_layers)
+    if isinstance(pattern, list):
+        slides = [bool(each) for each in pattern]
+    else:
+        slides = [not pattern or (i + 1) % pattern != 0 for i in range(layers)]
+    if len(slides) != layers:
+        raise CheckpointError(
+            f"{path} says of {len(slides)} layers whether they slide (attention.sliding_window_pattern), and has "
+            f"{layers}. Get the file again from its source."
+        )
+    config.layer_types = ["sliding_attention" if each and window else "full_attention" for each in slides]
+
+
 def _set(config: Any, name: str, value: Any) -> bool:
     """Put the value of a key into `config`, and return whether it says all that the key says."""
-    if name in _ONLY:
-        return value in _ONLY[name]
-    if name not in _SAME or isinstance(value, list):
-        return False
-    known = [field for field in _SAME[name] if hasattr(config, field)]
+    known = [field for field in _SAME.get(name, ()) if hasattr(config, field)]
     if not known:
+        return name in _ONLY and value in _ONLY[name]
+    if isinstance(value, list):
         return False
     if getattr(config, known[0]) != value:
         if known[0] == "num_attention_heads" and name.endswith("_kv"):
@@ -198,6 +233,7 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
 def _dtype(tensors: dict[str, Any]) -> torch.dtype:
     """Return the smallest type that holds every weight of the file exactly."""
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    kinds = kinds - {"F32"} or kinds  # a router is F32 in any file
     dtype = _WEIGHT_TYPES.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
     vectors = [
         torch.tensor(tensor.data)

@@ -62,7 +62,7 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
 def _of_layer_types(
     path: Path, config: Any, current: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    """Take the base of each type of layers; a linear scale is that of full attention, as llama.cpp has it."""
+    """Take the base of each type of layers; the scaling is that of full attention, as llama.cpp has it."""
     bases = {
         "full_attention": keys.pop("rope.freq_base", None),
         "sliding_attention": keys.pop("rope.freq_base_swa", None),
@@ -70,11 +70,13 @@ def _of_layer_types(
     keys.pop("rope.dimension_count", None)
     factor = float(keys.pop("rope.scaling.factor", None) or 1.0)
     kind = keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    original = int(keys.pop("rope.scaling.original_context_length", None) or config.max_position_embeddings)
+    yarn = _yarn(keys, factor, original, 1.0) if kind == "yarn" else {}
     if (
         keys
         or tensors
         or "full_attention" not in current
-        or kind not in ("linear", "none")
+        or kind not in ("linear", "none", "yarn")
         or not bases["full_attention"]
     ):
         names = sorted([*keys, *tensors]) or [f"rope.scaling.type {kind}, rope.freq_base {bases['full_attention']}"]
@@ -84,6 +86,7 @@ def _of_layer_types(
             current[name]["rope_theta"] = float(base)
     if kind == "linear" and factor != 1.0:
         current["full_attention"] |= {"rope_type": "linear", "factor": factor}
+    current["full_attention"] |= yarn
 
 
 def _scaling(

@@ -226,6 +226,12 @@ ARCHITECTURE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[st
         RMS | {"rope.dimension_count": 16, ORIGINAL: 16, "rope.scaling.attn_factor": 1.25},
         {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG},
     ),
+    "phi3, no window": (
+        "Phi3",
+        RMS_CONFIG | {"sliding_window": None},
+        RMS | {"rope.dimension_count": 16, "attention.sliding_window": 0},
+        {},
+    ),
     "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-5, "rope_parameters": ROPE}, NORM, {}),
     "stablelm": (
         "StableLm",
@@ -279,7 +285,8 @@ def test_each_architecture_is_read_with_all_that_its_keys_say(case: str, tmp_pat
 
 
 def test_every_architecture_that_is_read_has_its_proof() -> None:
-    assert {case.partition(",")[0] for case in ARCHITECTURE_CASES} | {"llama", "gpt2"} == set(ARCHITECTURES)
+    ours = {"llama", "gpt2", "qwen2moe", "qwen3moe"}  # here, and in test_gguf_architectures.py
+    assert {case.partition(",")[0] for case in ARCHITECTURE_CASES} | ours == set(ARCHITECTURES)
 
 
 def test_a_qwen2_that_was_written_as_a_llama_is_refused_for_its_biases(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ _CLOSE = 1e-6
 
 LLAMA_KIND = ("llama", "mistral", "qwen2")
 """Model types whose layers llama.cpp's architecture "llama" computes, which reads `rope_freqs.weight`."""
+FACTORED = (*LLAMA_KIND, "phi3")
+"""Model types whose architecture in llama.cpp reads a divisor for each pair; "phi3" a long and a short list of them."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,14 @@ def table(position_config: PositionConfig) -> bool:
 
 def usual_yarn(position_config: PositionConfig) -> bool:
     """Return whether it is yarn as programs hard-code it: betas 32 and 1, truncated limits, factor 0.1 ln s + 1."""
+    return usual_bands(position_config) and abs(position_config.attention - position_config.usual_attention) < _CLOSE
+
+
+def usual_bands(position_config: PositionConfig) -> bool:
+    """Return whether it is yarn with the angles that programs hard-code, and any factor on cos and sin."""
     betas = (float(position_config.rope.get("beta_fast") or 32), float(position_config.rope.get("beta_slow") or 1))
-    same = betas == (32.0, 1.0) and abs(position_config.attention - position_config.usual_attention) < _CLOSE
-    return position_config.rope_type == "yarn" and same and position_config.rope.get("truncate") is not False
+    truncated = position_config.rope.get("truncate") is not False
+    return position_config.rope_type == "yarn" and betas == (32.0, 1.0) and truncated
 
 
 def one_list(position_config: PositionConfig) -> bool:

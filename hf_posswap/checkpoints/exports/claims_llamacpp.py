@@ -16,12 +16,14 @@ from hf_posswap.checkpoints.exports.claims import (
     Verdict,
     anything,
     both,
+    but_not,
     every_fourth_plain,
     of_model,
     of_type,
     one_list,
     plugin,
     table,
+    usual_bands,
     usual_yarn,
     windowed,
 )
@@ -39,11 +41,33 @@ _EITHER: tuple[Road, ...] = ("folder", "gguf")
 _LLAMA = "Llama, Mistral, Qwen2"
 _llama = of_model(*LLAMA_KIND)
 _neox = of_model("gpt_neox")
+_BARE = "Qwen3, Qwen2-MoE, Qwen3-MoE"
+_bare = of_model("qwen3", "qwen2_moe", "qwen3_moe")
+_phi3 = of_model("phi3")
+_gemma3 = of_model("gemma3_text")
+_smollm3 = both(of_model("smollm3"), every_fourth_plain)
 
 
 def _simple(position_config: PositionConfig) -> bool:
     """Return whether the metadata alone express it: plain rope, linear, yarn as llama.cpp has it."""
     return of_type("default", "linear")(position_config) or usual_yarn(position_config)
+
+
+def _scaled(position_config: PositionConfig) -> bool:
+    """Return whether the metadata with `rope.scaling.attn_factor` express it."""
+    return _simple(position_config) or usual_bands(position_config)
+
+
+def _one_scaling(position_config: PositionConfig) -> bool:
+    """Return whether full attention alone is scaled, by the metadata, and each layer type has a base of its own."""
+    others = position_config.other_sets
+    plain = all(rope.get("rope_type", "default") == "default" for rope in others.values())
+    return _simple(position_config) and plain and set(others) <= {"sliding_attention"}
+
+
+def _no_window(position_config: PositionConfig) -> bool:
+    """Return whether its architecture has no sliding window, and the model has one."""
+    return windowed(position_config) and (_bare(position_config) or _smollm3(position_config))
 
 
 def _row(
@@ -210,13 +234,130 @@ LLAMACPP = (
         roads=(),
     ),
     _row(
+        "rope, ntk, linear, yarn (betas 32 and 1), beyond a sliding window",
+        f"{_BARE}, SmolLM3",
+        "approximate",
+        "its architecture has no sliding window: equal up to {window} tokens.",
+        both(_no_window, _scaled),
+        "llama-server -m model.gguf -c {window}",
+        roads=_FILE,
+    ),
+    _row(
+        "any other rope, beyond a sliding window",
+        f"{_BARE}, SmolLM3",
+        "impossible",
+        "its architecture has no sliding window and reads no rope_freqs.weight: it computes something else.",
+        _no_window,
+        roads=(),
+    ),
+    _row(
+        "rope, ntk, linear, yarn (betas 32 and 1, attention factor 0.1 ln s + 1)",
+        _BARE,
+        "exact",
+        _SAME,
+        both(_bare, _simple),
+        _WRITE,
+        "tested",
+        _EITHER,
+    ),
+    _row(
+        "yarn (betas 32 and 1, another attention factor)",
+        f"{_BARE}, SmolLM3",
+        "exact",
+        "the converter loses the attention factor silently; rope.scaling.attn_factor has it.",
+        both(
+            lambda position_config: _bare(position_config) or _smollm3(position_config), usual_bands, but_not(_simple)
+        ),
+        _WRITE,
+        "tested",
+        _FILE,
+    ),
+    _row(
+        "dynamic",
+        _BARE,
+        "approximate",
+        "it knows no such type: equal up to {original} tokens, plain rope beyond.",
+        both(_bare, of_type("dynamic")),
+        _WRITE.replace("{length}", "{original}"),
+        "tested",
+        _EITHER,
+    ),
+    _row(
+        "any other rope",
+        _BARE,
+        "impossible",
+        "its architecture reads no rope_freqs.weight and no betas, and the converter loses both silently.",
+        _bare,
+        roads=(),
+    ),
+    _row(
+        "longrope of two lists, beyond a sliding window",
+        "Phi-3",
+        "impossible",
+        "its code has no sliding window and no angles that follow the text's length: it computes something else.",
+        both(_phi3, windowed, of_type("longrope"), but_not(one_list)),
+        roads=(),
+    ),
+    _row(
+        "any other rope, beyond a sliding window",
+        "Phi-3",
+        "approximate",
+        "its code ignores the sliding window: equal up to {window} tokens.",
+        both(_phi3, windowed),
+        "llama-server -m model.gguf -c {window}",
+        roads=_FILE,
+    ),
+    _row(
+        "rope, ntk, linear, yarn, ntk_by_parts, resonance_yarn, llama3, longrope of one list, angles of one's own",
+        "Phi-3",
+        "exact",
+        "a Phi-3 takes all of them as longrope of one list: rope_factors_long.weight and rope_factors_short.weight are "
+        "that list. The converter loses an attention factor of one's own.",
+        both(_phi3, lambda position_config: of_type("default")(position_config) or one_list(position_config)),
+        _WRITE,
+        "tested",
+        _FILE,
+    ),
+    _row(
+        "longrope of two lists",
+        "Phi-3",
+        "approximate",
+        "-c, rounded up to a multiple of 256, chooses the list for all texts: the long one above {original}. Exact for "
+        "texts beyond {original} tokens; where {original} is such a multiple, a server with -c {original} is exact for "
+        "shorter ones. The converter loses an attention factor of one's own.",
+        both(_phi3, of_type("longrope")),
+        _WRITE,
+        "tested",
+        _FILE,
+    ),
+    _row(
+        "rope, ntk, linear, yarn (betas 32 and 1, attention factor 0.1 ln s + 1) in the layers of full attention",
+        "Gemma 3",
+        "exact",
+        "its code scales the layers of full attention alone, and takes a base for each of the two layer types; the "
+        "converter loses the base of the sliding ones and their order.",
+        both(_gemma3, _one_scaling),
+        _WRITE,
+        "tested",
+        _FILE,
+    ),
+    _row(
+        "any other rope, or sliding layers with a scaling",
+        "Gemma 3",
+        "impossible",
+        "its architecture gemma3 has one scaling, for the layers of full attention, and reads no rope_freqs.weight.",
+        _gemma3,
+        roads=(),
+    ),
+    _row(
         "rope, ntk, linear, yarn (betas 32 and 1), layers 4, 8, ... without rotation",
         "SmolLM3",
         "exact",
         "its code rotates in all layers but every fourth, whatever no_rope_layers says; these are those.",
-        both(of_model("smollm3"), every_fourth_plain, _simple),
-        _CONVERT,
+        both(_smollm3, _simple),
+        _WRITE,
         "tested",
+        _EITHER,
     ),
     _row(
         "any other, as rnope with another `every`, or nope in all layers",
@@ -239,10 +380,10 @@ LLAMACPP = (
     ),
     _row(
         "longrope",
-        "Phi-3, MiniCPM",
+        "MiniCPM",
         "approximate",
         "the factors are chosen by the context's length.",
-        both(of_type("longrope"), of_model("phi3", "minicpm", "minicpm3")),
+        both(of_type("longrope"), of_model("minicpm", "minicpm3")),
         _CONVERT,
     ),
     _row(

@@ -30,7 +30,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 
 _BY_LAYER_TYPE = ("transformers", "onnx", "torch", "sentence-transformers")
 """The programs that run transformers' code, which takes rope parameters for each layer type."""
-_SEEN_BY_LAYER_TYPE = {"vllm": ("gemma3_text",)}
+_SEEN_BY_LAYER_TYPE = {"vllm": ("gemma3_text",), "llamacpp": ("gemma3_text",)}
 """The model types with such parameters that other programs were run with."""
 
 
@@ -49,7 +49,7 @@ def claim_for(target: str, position_config: PositionConfig) -> Claim:
     if not is_known(target, position_config):
         raise UnsupportedModelError(
             f"the config has rope parameters for each layer type: it is unknown how {target} reads those of a "
-            f"{position_config.model_type}. Known: {', '.join(_BY_LAYER_TYPE)}; vllm with gemma3_text."
+            f"{position_config.model_type}. Known: {', '.join(_BY_LAYER_TYPE)}; vllm and llamacpp with gemma3_text."
         )
     return next(claim for claim in CLAIMS[target] if claim.fits(position_config))
 

@@ -12,7 +12,7 @@ import torch
 
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.gguf_proof import ran_alike
-from hf_posswap.checkpoints.exports.gguf_tensors import Contents, contents_of, head_dim
+from hf_posswap.checkpoints.exports.gguf_tensors import Contents, contents_of, is_router, rotated
 from hf_posswap.checkpoints.exports.gguf_vocab import add_vocabulary
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
@@ -88,7 +88,7 @@ def _round(model: Any, dtype: torch.dtype, source: Path) -> None:
     """Round the matrices of `model` to what `dtype` holds, so that the file is compared with what it can be."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() < 2:
+            if weight.dim() < 2 or is_router(name):
                 continue
             rounded = weight.to(dtype)
             if not torch.equal(rounded.isfinite(), weight.isfinite()):
@@ -117,7 +117,7 @@ def _write(
         writer.add_name(os.fsencode(source.resolve().name).decode(errors="replace"))  # its bytes, in any locale
         _add_card(writer, source)
         writer.add_file_type(_FILE_TYPES[weight_type])
-        width = None if position_config.kind != "rope" else _rotated(config, position_config)
+        width = None if position_config.kind != "rope" else rotated(config, position_config)
         metadata = gguf_metadata(position_config, width)
         for key, value in ({f"{name}.{key}": value for key, value in contents.keys.items()} | metadata).items():
             _add(writer, key, value)
@@ -132,10 +132,10 @@ def _write(
                     f"{source} has NaN or infinity in {old}: get the weights again from their source."
                 )
             wide = weight.float().contiguous().numpy()
-            chosen = gguf.GGMLQuantizationType[weight_type if weight.dim() > 1 else "F32"]
+            whole = weight.dim() < 2 or is_router(old)
+            chosen = gguf.GGMLQuantizationType["F32" if whole else weight_type]
             writer.add_tensor(new, gguf.quants.quantize(wide, chosen), raw_dtype=chosen)
-        divisor_tensors = divisors(config, position_config, head_dim(config)) if position_config.kind == "rope" else {}
-        for new, values in divisor_tensors.items():
+        for new, values in ({} if width is None else divisors(config, position_config, width)).items():
             writer.add_tensor(new, torch.tensor(values).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -156,13 +156,6 @@ def _add_card(writer: Any, source: Path) -> None:
         writer.add_languages(languages)
 
 
-def _rotated(config: Any, position_config: PositionConfig) -> int:
-    """Return the rotated dimensions of a head as llama.cpp counts them."""
-    width = head_dim(config)
-    share = 1.0 if position_config.model_type != "gpt_neox" else position_config.rope.get("partial_rotary_factor", 1.0)
-    return int(width * share)
-
-
 def _architecture(name: str) -> Any:
     import gguf
 
@@ -180,3 +173,5 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_float32(key, value)
         case str():
             writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)

@@ -1,4 +1,8 @@
-"""The weights and sizes of a model as GGUF has them, for the architectures llama, gpt2 and gptneox."""
+"""The weights and sizes of a model as GGUF has them: a maker for each architecture.
+
+What llama.cpp computes otherwise than a config says, or has no tensor for, is refused: each condition is one of its
+code for that architecture (src/models).
+"""
 
 from __future__ import annotations
 
@@ -54,39 +58,117 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def rotated(config: Any, position_config: PositionConfig) -> int:
+    """Return R, the dimensions of a head that llama.cpp rotates."""
+    width = head_dim(config)
+    if position_config.model_type not in ("gpt_neox", "phi3") or position_config.rope_type == "proportional":
+        return width
+    return int(width * position_config.rope.get("partial_rotary_factor", 1.0))
+
+
+def is_router(name: str) -> bool:
+    """Return whether a weight, by its name in transformers, chooses experts; rounded, it would choose others."""
+    return name.endswith(".mlp.gate.weight")
+
+
 def _llama(model: Any, position_config: PositionConfig) -> Contents:
     """Return a Llama: RMS norms, gated SiLU, pairs of neighbours rotated."""
     config, weights = model.config, _weights(model)
     _only("hidden_act", config.hidden_act, ("silu",))
+    _whole_heads(config, position_config)
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-    rotated = int(
-        width
-        * (
-            1.0
-            if position_config.rope_type == "proportional"
-            else position_config.rope.get("partial_rotary_factor", 1.0)
-        )
-    )
-    if rotated != width:
-        raise UnsupportedSwapError(
-            f"llama.cpp rotates whole heads in a Llama; where {rotated} of {width} dimensions turn it is not written."
-        )
     for name, weight in weights.items():
         for projection, count in (("q_proj", heads), ("k_proj", groups)):
             if f".{projection}." in name:
                 weights[name] = permute_rows(weight, count, width, "half", "interleaved")
-    keys = {
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": heads,
-        "attention.head_count_kv": groups,
-        "attention.key_length": width,
-        "attention.value_length": width,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
+    return Contents("llama", _gated_keys(config), _untied(model, weights))
+
+
+def _smollm3(model: Any, position_config: PositionConfig) -> Contents:
+    """Return a SmolLM3: a Llama in which every fourth layer does not rotate, without biases."""
+    _without_biases(model)
+    made = _llama(model, position_config)
+    return Contents("smollm3", made.keys, made.weights)
+
+
+def _qwen3(model: Any, position_config: PositionConfig) -> Contents:
+    """Return a Qwen3: queries and keys with norms of their own, without biases."""
+    config = model.config
+    _only("hidden_act", config.hidden_act, ("silu",))
+    _whole_heads(config, position_config)
+    _without_biases(model)
+    return Contents("qwen3", _gated_keys(config), _untied(model, _weights(model)))
+
+
+def _gemma3(model: Any, position_config: PositionConfig) -> Contents:
+    """Return the language model of a Gemma 3: it adds 1 to the weights of its norms, and GGUF has the sum."""
+    config, layers = model.config, model.config.num_hidden_layers
+    _only("hidden_activation", config.hidden_activation, ("gelu_pytorch_tanh",))
+    _only("attn_logit_softcapping", config.attn_logit_softcapping, (None,))
+    _only("use_bidirectional_attention", bool(getattr(config, "use_bidirectional_attention", False)), (False,))
+    scale = config.hidden_size // config.num_attention_heads if layers == _LARGEST_GEMMA3 else config.head_dim
+    _only("query_pre_attn_scalar", config.query_pre_attn_scalar, (scale,))
+    _whole_heads(config, position_config)
+    _without_biases(model)
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    keys = _gated_keys(config)
+    if any(slides):
+        keys["attention.sliding_window"] = config.sliding_window
+    if any(slides) and slides != [(i + 1) % 6 != 0 for i in range(layers)]:
+        keys["attention.sliding_window_pattern"] = slides
+    if config.final_logit_softcapping is not None:
+        keys["final_logit_softcapping"] = config.final_logit_softcapping
+    weights = {
+        name: weight.float() + 1.0 if name.endswith("norm.weight") else weight
+        for name, weight in _weights(model).items()
     }
-    return Contents("llama", keys, _untied(model, weights))
+    return Contents("gemma3", keys, _untied(model, weights), loose=True)
+
+
+_LARGEST_GEMMA3 = 62
+"""Layers of the Gemma 3 whose scores llama.cpp divides by another number."""
+
+
+def _phi3(model: Any, position_config: PositionConfig) -> Contents:
+    """Return a Phi-3: query, key and value lie together, and so do gate and up, as in llama.cpp."""
+    config = model.config
+    _only("hidden_act", config.hidden_act, ("silu",))
+    keys = _square(config, _gated_keys(config))
+    if config.sliding_window:
+        keys["attention.sliding_window"] = config.sliding_window
+    return Contents("phi3", keys, _untied(model, _weights(model)))
+
+
+def _moe(model: Any, position_config: PositionConfig) -> Contents:
+    """Return a Qwen2-MoE or a Qwen3-MoE: the experts of a layer lie in three tensors, gate and up apart."""
+    config, first = model.config, position_config.model_type == "qwen2_moe"
+    _only("hidden_act", config.hidden_act, ("silu",))
+    _only("norm_topk_prob", bool(config.norm_topk_prob), (not first,))
+    _only("decoder_sparse_step", config.decoder_sparse_step, (1,))
+    _only("mlp_only_layers", list(config.mlp_only_layers or []), ([],))
+    _whole_heads(config, position_config)
+    keys = _gated_keys(config) | {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+    weights: Weights = {}
+    for name, weight in _weights(model).items():
+        stem = name.rpartition(".")[0]
+        if name.endswith(".experts.gate_up_proj"):  # [E, 2 F, H]
+            gate, up = weight.chunk(2, dim=1)
+            weights |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        elif name.endswith(".experts.down_proj"):
+            weights[f"{name}.weight"] = weight
+        else:
+            weights[name] = weight.flatten() if name.endswith(".shared_expert_gate.weight") else weight
+    if not first:
+        _without_biases(model)
+        return Contents("qwen3moe", keys, _untied(model, weights))
+    keys = _square(config, keys)
+    keys["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    weights["lm_head.weight"] = model.get_output_embeddings().weight.detach()  # llama.cpp has no tied output here
+    return Contents("qwen2moe", keys, weights)
 
 
 def _gpt2(model: Any, position_config: PositionConfig) -> Contents:
@@ -133,6 +215,54 @@ def _gpt_neox(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("gptneox", keys, weights, loose=True)
 
 
+def _gated_keys(config: Any) -> dict[str, Any]:
+    """Return the sizes of a model with RMS norms and gated feed-forward layers."""
+    return {
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim(config),
+        "attention.value_length": head_dim(config),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _whole_heads(config: Any, position_config: PositionConfig) -> None:
+    width = head_dim(config)
+    whole = position_config.rope_type == "proportional"
+    turned = width if whole else int(width * position_config.rope.get("partial_rotary_factor", 1.0))
+    if turned != width:
+        raise UnsupportedSwapError(
+            f"llama.cpp rotates whole heads in a {type(config).__name__.removesuffix('Config').removesuffix('Text')}; "
+            f"where {turned} of {width} dimensions turn it is not written."
+        )
+
+
+def _without_biases(model: Any) -> None:
+    biases = sorted({name.split(".", 3)[-1] for name in _weights(model) if name.endswith(".bias")})
+    if biases:
+        raise UnsupportedSwapError(f"llama.cpp has no {', '.join(biases)} in this architecture, and the model has.")
+
+
+_HEAD = ("attention.key_length", "attention.value_length")
+
+
+def _square(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return `keys` without the width of a head, where llama.cpp takes its share of the model's width."""
+    width = config.num_attention_heads * head_dim(config)
+    if width != config.hidden_size:
+        raise UnsupportedSwapError(
+            "in this architecture of llama.cpp all heads together are as wide as the model, and here they have "
+            f"{width} dimensions and the model {config.hidden_size}."
+        )
+    return {
+        name: value for name, value in keys.items() if name not in ("attention.key_length", "attention.value_length")
+    }
+
+
 def _weights(model: Any) -> Weights:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
@@ -154,5 +284,11 @@ def _only(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 MAKERS: dict[str, Callable[[Any, PositionConfig], Contents]] = dict.fromkeys(LLAMA_KIND, _llama) | {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "qwen2_moe": _moe,
+    "qwen3": _qwen3,
+    "qwen3_moe": _moe,
+    "smollm3": _smollm3,
 }
 """By model type."""

@@ -42,6 +42,7 @@ class PositionConfig:
         generates: whether it predicts next tokens; False: an encoder, whatever its head.
         rope_set: the layer type of `rope`, where each layer type has its own rope parameters (Gemma 3, ModernBERT); "":
             all layers.
+        other_sets: the rope parameters of the other layer types, by their names.
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class PositionConfig:
     architecture: str = ""
     rope_set: str = ""
     generates: bool = True
+    other_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def rope_type(self) -> str:
@@ -140,6 +142,7 @@ def position_config_of(config: Any) -> PositionConfig:
         next(iter(getattr(config, "architectures", None) or ()), ""),
         "" if plugin else rope_set,
         _generates(config, model_type),
+        {} if plugin or not rope_set else _other_sets(config, rope_set),
     )
 
 
@@ -158,6 +161,11 @@ def _rope_set(config: Any) -> str:
     sets = (getattr(config, "rope_parameters", None) or {}).items()
     names = tuple(name for name, values in sets if isinstance(values, dict))
     return reaching(names)[0] if names else ""
+
+
+def _other_sets(config: Any, rope_set: str) -> dict[str, dict[str, Any]]:
+    used = set(getattr(config, "layer_types", None) or ())  # a set that no layer has says nothing
+    return {name: dict(parameters_of(config, name)) for name in config.rope_parameters if name in used - {rope_set}}
 
 
 def _window(config: Any) -> int | None:

@@ -100,6 +100,8 @@ def _sglang(position_config: PositionConfig) -> Spelling:
 
 def _old_spelling(position_config: PositionConfig) -> Spelling:
     """Return transformers 4's spelling of the rope parameters, for programs that read only that."""
+    if position_config.rope_set:  # it had none for layer types
+        return Spelling()
     if position_config.kind != "rope":
         return Spelling(config={"n_ctx": position_config.length} if position_config.model_type == "gpt2" else {})
     shared = {

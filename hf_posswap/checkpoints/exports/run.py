@@ -14,6 +14,7 @@ from typing import Any
 from hf_posswap.checkpoints.exports.claims_table import filled
 from hf_posswap.checkpoints.exports.gguf_file import DTYPES, GGUFFile, write_gguf
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
+from hf_posswap.checkpoints.exports.gguf_tensors import MAKERS, rotated
 from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge, spell_rope
@@ -264,9 +265,11 @@ def _gguf(config: Any, position_config: PositionConfig) -> dict[str, Any]:
     """Return llama.cpp's metadata, with the divisors of the angles where they are a separate tensor."""
     if position_config.kind == "plugin":
         return {}
-    geometry = describe_positions(on_meta(config)).geometry
-    metadata = gguf_metadata(position_config, geometry.rotary_dim)
-    return metadata | (divisors(config, position_config, geometry.head_dim) if metadata else {})
+    width = describe_positions(on_meta(config)).geometry.rotary_dim
+    if position_config.kind == "rope" and position_config.model_type in MAKERS:
+        width = rotated(config, position_config)
+    metadata = gguf_metadata(position_config, width)
+    return metadata | (divisors(config, position_config, width) if metadata and width else {})
 
 
 def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
