@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -167,10 +168,12 @@ class _OfFunction:
     function: ClassVar[Function]
     named: ClassVar[tuple[str, ...]]
     """The positional parameters of the function."""
+    kinds: ClassVar[dict[str, Any]]
+    """The fields that come from the function, and their types."""
     promised: ClassVar[Traits]
 
     def __post_init__(self) -> None:
-        for field, kind in _own_fields(type(self)).items():
+        for field, kind in self.kinds.items():
             object.__setattr__(self, field, _checked(self.name, field, kind, getattr(self, field)))  # type: ignore[attr-defined]
 
     @property
@@ -190,9 +193,10 @@ class _OfFunction:
             "original_length": geometry.original_length,
             **given,
         }
-        fields = {field: getattr(self, field) for field in _own_fields(type(self))}
+        fields = {field: getattr(self, field) for field in self.kinds}
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
-        with device:  # tensors that the function makes itself stand there too, whatever the default
+        # tensors that the function makes itself stand there too, whatever the default; a graph knows no such default
+        with nullcontext() if torch.compiler.is_compiling() else device:
             made = type(self).function(**{name: known[name] for name in self.named}, **fields)
         found = self._tensor(made, device, dtype)
         try:
@@ -305,9 +309,9 @@ def _made(
     traits: Traits,
 ) -> Any:
     """Return the scheme class of a function, registered."""
-    _check_name(name)
     if not inspect.isroutine(function) or inspect.isbuiltin(function):
         raise SchemeError(f"{name}: a scheme is made of a function that is written with def, got {function!r}.")
+    _check_name(name, function)
     named, fields = _parameters(name, function, base)
     doc = inspect.getdoc(function) or ""
     namespace = {
@@ -318,6 +322,7 @@ def _made(
         "source": source,
         "function": staticmethod(function),
         "named": named,
+        "kinds": {field: kind for field, (kind, _) in fields.items()},
         "promised": traits,
     }
     listed = [(field, kind, dataclasses.field(default=default)) for field, (kind, default) in fields.items()]
@@ -327,8 +332,10 @@ def _made(
     return registry.add(name, made)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: Any, function: Function) -> None:
     """Refuse a name that commands could not write, or that is another scheme's in any spelling.
+
+    A function that is defined anew, in a cell of a notebook or by a reload of its module, takes its own place.
 
     Raises:
         SchemeError: it could not be written.
@@ -339,10 +346,21 @@ def _check_name(name: Any) -> None:
             f"the name of a scheme is a letter, and then letters, digits, hyphens, underscores and dots, got {name!r}."
         )
     taken = registered_name(name)
-    if taken in known_schemes():
+    if taken not in known_schemes():
+        return
+    if taken == name and _is_anew(scheme_class(name), function):
+        SCHEMES.remove(name)
+        PARTS.remove(name)
+    else:
         raise DuplicateNameError(
             f"scheme {taken!r} is already registered as {scheme_class(taken)!r}; choose another name than {name!r}."
         )
+
+
+def _is_anew(registered: type, function: Function) -> bool:
+    """Return whether a registered scheme was made of an earlier definition of `function`."""
+    place, named = (registered.__module__, registered.__qualname__), "<" not in function.__qualname__
+    return issubclass(registered, _OfFunction) and named and place == (function.__module__, function.__qualname__)
 
 
 def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
@@ -357,9 +375,11 @@ def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ..
                     f"{name}: {parameter.name} of {function.__name__} becomes a field of the scheme, so it needs a "
                     f"type, float, int, bool or Literal[...], got {'none' if kind is None else kind}."
                 )
-            if hasattr(base, parameter.name) and parameter.name not in _field_names(base):
+            if hasattr(base, parameter.name):
+                before = ", or give it before the *" if parameter.name in _GIVEN[takes] else ""
                 raise SchemeError(
-                    f"{name}: a scheme has its own {parameter.name}: call this field of {function.__name__} otherwise."
+                    f"{name}: a scheme has its own {parameter.name}: call this field of {function.__name__} otherwise"
+                    f"{before}."
                 )
             if parameter.default is parameter.empty:
                 raise SchemeError(f"{name}: {parameter.name} of {function.__name__} needs a default.")
@@ -382,18 +402,6 @@ def _hints(name: str, function: Function) -> dict[str, Any]:
         return get_type_hints(SimpleNamespace(__annotations__=written), globalns=function.__globals__)
     except (NameError, TypeError, SyntaxError, AttributeError) as error:
         raise SchemeError(f"{name}: the types of the fields of {function.__name__} cannot be read: {error}.") from error
-
-
-def _field_names(cls: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)}
-
-
-def _own_fields(cls: type) -> dict[str, Any]:
-    """Return the fields that come from the function of a scheme class, and their types."""
-    inherited = {
-        field.name for base in cls.__bases__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)
-    }
-    return {field.name: field.type for field in dataclasses.fields(cls) if field.name not in inherited}
 
 
 def _checked(owner: str, field: str, kind: Any, value: Any) -> Any:

@@ -146,10 +146,13 @@ def faulty(take: Any, name: str = "faulty") -> Any:
     def own(distance: Any, *, mechanism: float = 1.0) -> Any:
         return distance * mechanism
 
+    def inherited(pair: Any, *, base: float = 3.0) -> Any:
+        return base**-pair
+
     def unread(distance: Any, *, depth: Undefined = 1) -> Any:  # type: ignore[name-defined]  # noqa: F821
         return distance
 
-    functions = {each.__name__: each for each in (function, unknown, untyped, textual, own, unread)}
+    functions = {each.__name__: each for each in (function, unknown, untyped, textual, own, inherited, unread)}
     return take(functions.get(name, name))
 
 
@@ -166,13 +169,15 @@ def typed_elsewhere(distance: Undefined, *, depth: int = 1) -> Undefined:  # typ
         ("untyped", "depth of untyped becomes a field of the scheme, so it needs a type.* got none"),
         ("textual", "depth of textual becomes a field of the scheme, so it needs a type.* got <class 'str'>"),
         ("own", "a scheme has its own mechanism: call this field of own otherwise"),
+        ("inherited", r"a scheme has its own base: call this .* inherited otherwise, or give it before the \*"),
         ("unread", "the types of the fields of unread cannot be read: name 'Undefined' is not defined"),
         ("no function", "faulty: a scheme is made of a function that is written with def, got 'no function'"),
     ],
 )
 def test_a_signature_that_cannot_become_a_scheme_is_refused(fault: str, says: str) -> None:
+    take = rotation if fault == "inherited" else bias
     with pytest.raises(SchemeError, match=says):
-        faulty(bias("faulty"), fault)
+        faulty(take("faulty"), fault)
     assert "faulty" not in SCHEMES
 
 
@@ -227,6 +232,43 @@ def test_a_result_that_is_no_number_is_refused_by_the_functions_name(made: Any, 
     made(bias, gives)
     with pytest.raises(SchemeError, match=f"made-here: gives gives {says}, expected a tensor of real numbers"):
         patch_model(build("llama"), "native + made-here")
+
+
+def test_a_result_that_depends_on_the_other_positions_is_refused(made: Any) -> None:
+    def by_longest(position: Any) -> Any:
+        return 1 + position / position.max().clamp(min=1)
+
+    def by_farthest(distance: Any) -> Any:
+        return -distance if distance.max() > 3 else -2.0
+
+    made(query_scale, by_longest)
+    with pytest.raises(SchemeError, match="scale of .* differs from itself by .*, expected the same for a position"):
+        patch_model(build("llama"), "native + made-here")
+    PARTS.remove("made-here")
+    made(bias, by_farthest)
+    with pytest.raises(SchemeError, match="distance_bias of .* differs from itself by .* the same for a distance"):
+        patch_model(build("llama"), "native + made-here")
+
+
+def test_a_function_that_is_defined_anew_takes_its_own_place(made: Any) -> None:
+    cell = "from hf_posswap.schemes import bias\n\n@bias('made-here')\ndef mine(distance):\n    return {} * distance\n"
+    notebook = {"__name__": "a_notebook"}
+    for slope in (-1, -2):
+        exec(cell.format(slope), notebook)  # noqa: S102
+    assert SCHEMES.get("made-here") is notebook["mine"]
+    mechanism = make_scheme("made-here").mechanism(swap_plan(patch_model(build("llama"), "alibi")).sites.geometry)
+    assert float(mechanism.distance_bias(torch.tensor([3]))[0, 0]) == -6.0
+    for other in ({"__name__": "another_notebook"}, {"__name__": "a_notebook"}):
+        with pytest.raises(DuplicateNameError, match="'made-here' is already registered as"):
+            exec(cell.format(-1).replace("mine", "theirs" if other["__name__"] == "a_notebook" else "mine"), other)  # noqa: S102
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_functions_compile_into_one_graph() -> None:
+    ids, model = words(2, LENGTH), patch_model(build("llama"), "clipped-rope + window-bias:window=5 + log-scale:c=3.0")
+    expected = logits(model, ids)
+    assert torch.allclose(logits(torch.compile(model, backend="eager", fullgraph=True), ids), expected, atol=1e-5)
 
 
 def test_types_that_only_a_type_checker_reads_are_left_alone(made: Any) -> None:

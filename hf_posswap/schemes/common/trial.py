@@ -87,6 +87,9 @@ class _Trial:
             rows = sorted({1, len(positions)})
             by_head = [(n, heads, 3) for n in rows for heads in (1, self.geometry.num_heads)]
             self._check("scale", scale, [*((n, 3) for n in rows), *by_head])
+            for i in range(3):  # as a step of decoding asks for it
+                alone = self._called("scale", positions[:, i : i + 1])
+                self._agree("scale", alone, scale[..., i : i + 1], "same for a position, whatever the others", "itself")
             yield scale
 
     def _biases(self) -> Iterator[Tensor]:
@@ -101,6 +104,10 @@ class _Trial:
                 self._check("distance_bias", row, [(heads, distances.numel())])
                 by_distance = row.view(heads, *distances.shape).transpose(0, 1)
                 self._agree("distance_bias", by_distance, bias, "bias of the same distances")
+                for i in (0, -1):
+                    alone = self._called("distance_bias", distances.flatten()[i][None])
+                    expected = "same for a distance, whatever the others"
+                    self._agree("distance_bias", alone, row[:, i, None], expected, "itself")
             slopes = self.mechanism.slopes
             if slopes is not None:
                 self._check("slopes", slopes, [(heads,)])
@@ -126,10 +133,10 @@ class _Trial:
         if bool(value.isnan().any()):
             raise self._wrong(part, "gives values that are no numbers (nan)", "numbers")
 
-    def _agree(self, part: str, value: Tensor, bias: Tensor, what: str) -> None:
-        if not torch.allclose(value.float(), bias.float(), rtol=1e-4, atol=1e-5):
-            differ = float((value - bias).abs().max())
-            raise self._wrong(part, f"differs from `bias` by {differ:.3g}", f"the {what}")
+    def _agree(self, part: str, value: Tensor, other: Tensor, what: str, named: str = "`bias`") -> None:
+        if not torch.allclose(value.float(), other.float(), rtol=1e-4, atol=1e-5):
+            differ = float((value - other).detach().abs().max())
+            raise self._wrong(part, f"differs from {named} by {differ:.3g}", f"the {what}")
 
     def _wrong(self, part: str, found: str, expected: str) -> SchemeError:
         return SchemeError(
