@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from hf_posswap.errors import OptionError, SchemeError
+from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
 from hf_posswap.geometry import Geometry
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
@@ -342,7 +342,10 @@ def scheme_class(name: str) -> type[Scheme]:
         >>> scheme_class("rope").kind
         'rotary'
     """
-    return PARTS.get(name) if name in PARTS else SCHEMES.get(name)
+    known = known_schemes()
+    if name not in known:
+        raise UnknownNameError("scheme", name, known)
+    return known[name]
 
 
 def known_schemes() -> dict[str, type[Scheme]]:

@@ -47,12 +47,12 @@ def import_module(name: str) -> ModuleType:
     if not path.is_file():
         raise OptionError(f"cannot import {name!r}: there is no such file.")
     known = sys.modules.get(path.stem)
-    if known is not None:
-        if Path(getattr(known, "__file__", None) or "").resolve() == path:
-            return known
+    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path:
+        return known
+    other = getattr(known, "__file__", None) or "built in" if known is not None else _installed(path)
+    if other is not None:
         raise OptionError(
-            f"cannot import {name!r}: Python has another module {path.stem!r} already, "
-            f"{getattr(known, '__file__', None) or 'built in'}. Rename the file."
+            f"cannot import {name!r}: Python has another module {path.stem!r} already, {other}. Rename the file."
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a file that ends in .py has a loader"
@@ -67,3 +67,14 @@ def import_module(name: str) -> ModuleType:
             raise
         raise OptionError(f"cannot import {name!r}: {type(error).__name__}: {said_by(error)}") from error
     return module
+
+
+def _installed(path: Path) -> str | None:
+    """Return the file of another module of the name of the file at `path`, which an import would find, or None."""
+    try:
+        found = importlib.util.find_spec(path.stem.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    if found is None or found.origin is None or Path(found.origin).resolve() == path:
+        return None
+    return found.origin

@@ -324,9 +324,13 @@ def test_what_cannot_be_imported_says_why(tmp_path: Path) -> None:
     broken.write_text("1 / 0")
     taken = tmp_path / "json.py"
     taken.write_text("")
+    unused = tmp_path / "this.py"
+    unused.write_text("")
+    assert "this" not in sys.modules
     for name, says in (
         (str(broken), "ZeroDivisionError: division by zero"),
         (str(taken), "another module 'json' already"),
+        (str(unused), "another module 'this' already, .*this.py. Rename the file"),
         (str(tmp_path / "none.py"), "there is no such file"),
         ("no_such_module_here", "No module named 'no_such_module_here'"),
     ):

@@ -267,6 +267,7 @@ def test_a_sum_is_written_with_plus_signs_and_comes_back_from_its_dict(text: str
             "region by region, which takes no bias, so alibi cannot be added",
         ),
         ("llama", "ssmax + ssmax", "only scale queries, so there would be no positions"),
+        ("llama", "native + ssmx", "unknown scheme 'ssmx'. Did you mean 'ssmax'?"),
         ("bert", "rope + ssmax", "^ssmax needs a causal model; BertForMaskedLM sees both sides"),
         ("bert", "native + ssmax", "^ssmax needs a causal model; BertForMaskedLM sees both sides"),
     ],
