@@ -11,7 +11,7 @@ from hf_posswap.evaluation.eff_len import RULER_BAR, longest_passing
 ALL = "all"
 """The column of scores that belong to no length."""
 _SHARE = 0.85  # NoLiMa: of the base score
-_SAME = ("tasks", "lengths", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "metadata")
+_SAME = ("tasks", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "metadata")
 
 
 def rows_of(output: Mapping[str, Any], length: int | None, asked: Mapping[str, int | None]) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, 
 
     Args:
         results: what `run_tasks` returned, also when read from JSON.
-        base: the same for the unswapped model.
+        base: the same for the unswapped model, whose lengths may end earlier.
 
     Raises:
         DataError: one of them is no result of `run_tasks`, or they come from different questions.
@@ -150,13 +150,21 @@ def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, 
                 f"{name} is no result of run_tasks or posswap lm-eval --out: it has no table and settings. Run the "
                 "tasks again."
             )
-    other = [key for key in _SAME if results["settings"].get(key) != base["settings"].get(key)]
+    mine, theirs = results["settings"], base["settings"]
+    other = [key for key in _SAME if mine.get(key) != theirs.get(key)]
+    if not _begins(mine.get("lengths"), theirs.get("lengths")):
+        other.append("lengths")
     if other:
-        told = "; ".join(f"{key} {results['settings'].get(key)!r} and {base['settings'].get(key)!r}" for key in other)
+        told = "; ".join(f"{key} {mine.get(key)!r} and {theirs.get(key)!r}" for key in other)
         raise DataError(f"the model and the base answered different questions: {told}. Run both with the same options.")
     table = {"columns": list(results["table"]["columns"]), "rows": [dict(row) for row in results["table"]["rows"]]}
     add_retention(table, base["table"])
     return table
+
+
+def _begins(lengths: list[int] | None, base: list[int] | None) -> bool:
+    """Tell whether a base that reads less has the first ones of the lengths: the questions of these are the same."""
+    return lengths == base if lengths is None or base is None else bool(base) and lengths[: len(base)] == base
 
 
 def _order(column: str) -> tuple[bool, int]:

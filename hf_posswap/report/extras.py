@@ -90,6 +90,52 @@ def _task(cell: dict[str, Any]) -> tuple[float, str]:
     return cell["score"], json.dumps([f"{cell['task']}, {cell['length']:,} tokens", [[None, "", score_text]]])
 
 
+def harness(results: Results) -> Markup | None:
+    """Return the scores of the evaluation harness by task and length, as `posswap report --lm-eval` attaches them."""
+    tables = results.get("lm_eval")
+    if not tables:
+        return None
+    numbers = model_numbers(results)
+    columns = sorted({column for table in tables.values() for column in table["columns"]}, key=_length)
+    rows = []
+    for row_key in dict.fromkeys((row["task"], row["metric"]) for table in tables.values() for row in table["rows"]):
+        for name, table in tables.items():
+            for row in (row for row in table["rows"] if (row["task"], row["metric"]) == row_key):
+                scores = [_score(row, column, kept=table["kept"]) for column in columns]
+                reached = [_reached(row, criterion) for criterion in ("ruler", "nolima")]
+                rows.append((numbers[name], name, [Cell(row["task"]), Cell(row["metric"]), *scores, *reached]))
+    titles = ["all lengths" if column == "all" else f"{int(column):,}" for column in columns]
+    lead = (
+        "Scores of EleutherAI's harness by length in tokens; kept: percentage of the baseline's score. Effective "
+        "length: up to which every score is at least 0.856 (RULER), or 85 % of the score at the shortest length "
+        "(NoLiMa)."
+    )
+    table = sortable(["task", "metric", *titles, "RULER length", "NoLiMa length"], rows)
+    return section("harness", "Tasks of the harness", lead, table)
+
+
+def _length(column: str) -> float:
+    return float("inf") if column == "all" else int(column)
+
+
+def _score(row: dict[str, Any], column: str, *, kept: bool) -> Cell:
+    cell, share = row["values"].get(column), (row.get("retention") or {}).get(column)
+    if cell is None:
+        return Cell("–")
+    return Cell(number(cell["score"]), cell["score"], f"{share:.0f} % kept" if kept and share is not None else None)
+
+
+def _reached(row: dict[str, Any], criterion: str) -> Cell:
+    effective = row["effective_length"]
+    if effective is None:
+        return Cell("–")
+    measured = sorted(int(column) for column in row["values"] if column != "all")
+    length = effective[criterion]
+    if length is None:
+        return Cell(f"< {measured[0]:,}", 0)
+    return Cell(f"≥ {length:,}" if length == measured[-1] else f"{length:,}", length)
+
+
 def cost(results: Results) -> Markup | None:
     """Return the cost of each length: prefill, decoding, and memory for keys and values."""
     measured = lines_of(results, lambda model: model.get("cost", []), "length", "tokens_per_second", interval=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.report.document import document
-from hf_posswap.report.extras import cost, method, needles, protocols, tasks
+from hf_posswap.report.extras import cost, harness, method, needles, protocols, tasks
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.report.sections import difference, gain, offsets, perplexity, positions, retrieval
 from hf_posswap.report.verdicts import findings, overview, short_context
@@ -28,6 +28,7 @@ _SECTIONS = (
     needles,
     short_context,
     tasks,
+    harness,
     retrieval,
     offsets,
     protocols,

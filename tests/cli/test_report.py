@@ -44,6 +44,40 @@ def test_the_page_goes_where_it_is_asked_to(posswap: Posswap, folder: Path, tmp_
     assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def run_of(scores: list[float], limit: int | None = None) -> str:
+    """Return what `posswap lm-eval --out` writes for one task at two lengths."""
+    values = {
+        str(length): {"score": score, "stderr": None, "questions": 4}
+        for length, score in zip((32, 64), scores, strict=True)
+    }
+    effective = {"ruler": 32 if scores[0] > 0.9 else None, "nolima": 64}
+    row = {"task": "needle", "metric": "acc", "higher_is_better": True, "values": values}
+    table = {"columns": ["32", "64"], "rows": [row | {"effective_length": effective}]}
+    return json.dumps({"table": table, "settings": {"tasks": ["needle"], "lengths": [32, 64], "limit": limit}})
+
+
+def test_scores_of_the_harness_are_on_the_page(posswap: Posswap, folder: Path, tmp_path: Path) -> None:
+    models = json.loads((folder / "results.json").read_text())
+    base, other = models["base"], next(name for name in models["models"] if name != models["base"])
+    (tmp_path / "base.json").write_text(run_of([0.8, 0.4]))
+    (tmp_path / "other.json").write_text(run_of([0.96, 0.3]))
+    page = tmp_path / "page.html"
+    files = ["--lm-eval", f"{base}={tmp_path / 'base.json'}", "--lm-eval", f"{other}={tmp_path / 'other.json'}"]
+    run = posswap("report", folder, "-o", page, *files)
+    assert (run.returncode, run.stderr) == (0, "")
+    text = page.read_text(encoding="utf-8")
+    for shown in ("Tasks of the harness", "needle", "0.96", "120 % kept", "75 % kept", "≥ 64", "&lt; 32"):
+        assert shown in text, shown
+    assert text.count("% kept") == 2  # not of the base itself
+    (tmp_path / "other.json").write_text(run_of([0.96, 0.3], limit=3))
+    mixed = posswap("report", folder, "-o", page, *files)
+    assert mixed.returncode != 0
+    assert "answered different questions: limit 3 and None" in mixed.stderr
+    unknown = posswap("report", folder, "-o", page, "--lm-eval", f"nobody={tmp_path / 'base.json'}")
+    assert unknown.returncode == 2
+    assert "the name of a model of the page" in unknown.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "code", "message"),
     [

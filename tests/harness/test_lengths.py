@@ -204,6 +204,11 @@ def test_a_base_runs_at_the_lengths_that_it_reads(tmp_path: Path) -> None:
     found = run_tasks(short, [task], "alibi", lengths=LENGTHS, base=short, tokenizer=TOKENIZER)
     assert (found["longest_input"], found["base"]["longest_input"]) == (64, 32)
     assert found["table"]["rows"][0]["retention"]["64"] is None
+    alone = run_tasks(short, [task], lengths=LENGTHS[:2], tokenizer=TOKENIZER)
+    again = run_tasks(short, [task], "alibi", lengths=LENGTHS, base=alone, tokenizer=TOKENIZER)
+    assert again["table"] == found["table"]
+    with pytest.raises(DataError, match=r"different questions: lengths \[32, 64\] and \[16, 32\]"):
+        run_tasks(short, [task], "alibi", lengths=LENGTHS[1:], base=alone, tokenizer=TOKENIZER)
     with pytest.raises(OptionError, match="the model reads at most 32 tokens, and the lengths go to 64"):
         run_tasks(short, [task], lengths=LENGTHS, tokenizer=TOKENIZER)
     with pytest.raises(OptionError, match="the base reads at most 32 tokens, and the lengths go to 64"):
