@@ -34,6 +34,7 @@ class GGUFDtype(StrEnum):
     f32 = "f32"
     f16 = "f16"
     bf16 = "bf16"
+    q8_0 = "q8_0"
 
 
 def export(
@@ -64,7 +65,8 @@ def export(
         GGUFDtype | None,
         typer.Option(
             "--dtype",
-            help="For model.gguf: what the matrices become. Default: they stay as they are.",
+            help="For model.gguf: what the matrices become; q8_0: 8 bits, with a scale for each 32. Default: they "
+            "stay as they are.",
             show_default=False,
         ),
     ] = None,

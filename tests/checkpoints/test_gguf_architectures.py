@@ -232,3 +232,76 @@ def test_gemma3s_order_of_layers_is_read_in_each_form(tmp_path: Path, monkeypatc
     short = edited(path, tmp_path / "c.gguf", {"gemma3.attention.sliding_window_pattern": [True, False]})
     with pytest.raises(CheckpointError, match=r"says of 2 layers whether they slide .* and has 7"):
         hf_posswap.load(short)
+
+
+def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix with each 32 weights of a row as -127 to 127 times one scale, and how near that is."""
+    blocks = weight.detach().float().reshape(-1, 32)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    steps = torch.where(scale > 0, blocks * (1 / scale), 0)
+    values = steps.sign() * (steps.abs() + 0.5).floor() * scale.half().float()  # halves are rounded away from 0
+    bound = (scale * (0.5 + 127 * 2**-11)).expand_as(blocks)  # half a step, and the scale in 16 bits
+    return values.reshape(weight.shape), bound.reshape(weight.shape)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2_moe", "qwen3_moe", "gemma3", "phi3"])
+def test_8_bits_are_blocks_of_32_with_a_scale(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_POSSWAP_CACHE", str(tmp_path / "cache"))
+    model = tiny(name)
+    hf_posswap.save(model, tmp_path / "x")
+    made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf", dtype="q8_0")
+    assert made.notes["weights"] == "Q8_0"
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q8_0
+    assert reader.fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+    for tensor in reader.tensors:
+        whole = len(tensor.shape) < 2 or "ffn_gate_inp" in tensor.name or tensor.name == "position_embd.weight"
+        assert tensor.tensor_type.name == ("F32" if whole else "Q8_0"), tensor.name
+    loaded, kept = (
+        hf_posswap.load(tmp_path / "m.gguf"),
+        (".mlp.gate.weight", ".shared_expert_gate.weight", ".wpe.weight"),
+    )
+    read = dict(loaded.named_parameters())
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() < 2 or key.endswith(kept):
+                continue
+            turned = name == "gpt2" and key.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+            rows = parameter.T.contiguous() if turned else parameter
+            values, bound = in_blocks(rows)
+            found = read[key].T if turned else read[key]
+            assert bool(((found - rows).abs() <= bound * 1.0001 + 1e-9).all()), key
+            parameter.copy_(values.T if turned else values)
+    assert gap(model, loaded) < (1e-4 if name == "gemma3" else 1e-30)
+
+
+def test_rows_that_are_no_whole_blocks_are_of_16_bits(tmp_path: Path) -> None:
+    hf_posswap.save(tiny("qwen3", intermediate_size=100), tmp_path / "x")
+    made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf", dtype="q8_0")
+    assert made.notes["weights"] == "Q8_0; 2 with rows of no multiple of 32 weights are F16"
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert [name for name, kind in kinds.items() if kind == "F16"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    odd = tiny("qwen3", hidden_size=40, intermediate_size=50, head_dim=10)
+    hf_posswap.save(odd, tmp_path / "y")
+    with pytest.raises(CheckpointError, match="has rows of a multiple of 32 weights, .* give --dtype f16"):
+        export(tmp_path / "y", "llamacpp", tmp_path / "n.gguf", dtype="q8_0")
+    large = tiny("qwen3")
+    with torch.no_grad():
+        large.model.layers[0].mlp.up_proj.weight[0, 0] = 1e7  # a scale of 78,740
+    hf_posswap.save(large, tmp_path / "z")
+    with pytest.raises(CheckpointError, match="up_proj.weight beyond the largest of Q8_0: give --dtype bf16"):
+        export(tmp_path / "z", "llamacpp", tmp_path / "n.gguf", dtype="q8_0")
+    assert not (tmp_path / "n.gguf").exists()
+
+
+def test_16_bits_become_8_without_a_rounding_between(tmp_path: Path) -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    hf_posswap.save(model, tmp_path / "x")
+    export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf", dtype="q8_0")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    weight = model.model.layers[1].mlp.down_proj.weight
+    values, bound = in_blocks(weight)
+    tensor = tensors["blk.1.ffn_down.weight"]
+    found = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    assert bool(((found - weight.float()).abs() <= bound * 1.0001).all())
+    assert torch.equal(found, values)

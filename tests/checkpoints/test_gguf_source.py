@@ -532,9 +532,9 @@ def test_a_type_that_cannot_hold_a_weight_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
     hf_posswap.save(model, tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="up_proj.weight beyond the largest of float16: give --dtype bf16"):
+    with pytest.raises(CheckpointError, match="up_proj.weight beyond the largest of F16: give --dtype bf16"):
         export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf", dtype="f16")
-    with pytest.raises(OptionError, match="dtype is f32, f16, bf16, got 'q4'"):
+    with pytest.raises(OptionError, match="dtype is f32, f16, bf16, q8_0, got 'q4'"):
         export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf", dtype="q4")
 
 

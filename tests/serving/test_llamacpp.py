@@ -17,7 +17,7 @@ import transformers
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import CLAIMS, export
+from hf_posswap.checkpoints.exports import CLAIMS, export, gguf_file
 from hf_posswap.checkpoints.exports.claims import Claim
 from hf_posswap.checkpoints.exports.claims_llamacpp import ENGINE
 from hf_posswap.checkpoints.exports.claims_table import claim_for
@@ -190,6 +190,25 @@ def test_weights_of_16_bits_stay_so(dtype: torch.dtype, kind: str, tmp_path: Pat
     assert kinds["blk.0.attn_q.weight"] == made.notes["weights"] == kind
     assert kinds["blk.0.attn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
     assert made.notes["compared"].startswith("llama.cpp gives the model's")
+
+
+@pytest.mark.parametrize("case", ["llama", "yarn", "gpt2", "qwen3 ntk", "qwen3_moe", "gemma3 linear", "phi3 llama3"])
+def test_weights_of_8_bits_are_those_of_the_model_that_was_rounded(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = export(saved(tmp_path / "x", case), "llamacpp", tmp_path / "m.gguf", dtype="q8_0")
+    assert made.notes["compared"].endswith("nats on average (it rounds activations to 8 bits, too)")
+    if case in ("yarn", "qwen3 ntk", "gemma3 linear"):
+        known = gguf_file.gguf_metadata
+        monkeypatch.setattr(gguf_file, "gguf_metadata", lambda *given: _unscaled(known(*given)))
+        with pytest.raises(SwapVerificationError, match="are on average .* nats from the model's, more than 0.12"):
+            export(tmp_path / "x", "llamacpp", tmp_path / "n.gguf", dtype="q8_0")
+
+
+def _unscaled(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of RoPE without a scaling or another base."""
+    plain = {key: value for key, value in keys.items() if ".scaling." not in key}
+    return {key: 1e4 if key == "qwen3.rope.freq_base" else value for key, value in plain.items()}
 
 
 def test_gpt2s_tokenizer_goes_along(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
 from hf_posswap.checkpoints.exports.gguf_proof import ran_alike
-from hf_posswap.checkpoints.exports.gguf_tensors import Contents, contents_of, is_router, rotated
+from hf_posswap.checkpoints.exports.gguf_tensors import Contents, contents_of, rotated, stays_whole
 from hf_posswap.checkpoints.exports.gguf_vocab import add_vocabulary
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
@@ -21,9 +22,12 @@ from hf_posswap.utils.atomic_io import replacing
 from hf_posswap.utils.card_data import card_data
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-"""What the matrices of a file may be converted to."""
-_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+"""What the matrices of a file may be converted to, as GGUF calls it."""
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+_BLOCK = 32
+"""Weights of a row that share a scale in Q8_0."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class GGUFFile:
 
     Attributes:
         path: of the file.
-        weights: type of its matrices: F32, F16 or BF16.
+        weights: type of its matrices: F32, F16, BF16 or Q8_0; and which ones are of another, as a sentence.
         vocabulary: which one, as a sentence.
         compared: how near llama.cpp's outputs are to the model's, as a sentence; or that llama-cpp-python is missing.
     """
@@ -70,33 +74,73 @@ def write_gguf(
     if os.path.lexists(out):
         raise CheckpointError(f"{out} already exists: give a new file name.")
     model: Any = load(source)
+    weight_type = _TYPES.get(model.dtype) if dtype is None else DTYPES[dtype]
     if dtype is not None:
+        model = model.float() if dtype == "q8_0" else model  # whose values no type of 16 bits holds
         _round(model, DTYPES[dtype], source)
     contents = contents_of(model, position_config)
-    weight_type = _TYPES.get(model.dtype if dtype is None else DTYPES[dtype])
     if weight_type is None:
-        raise CheckpointError(f"{source} holds weights of type {model.dtype}: give --dtype f32, f16 or bf16.")
+        raise CheckpointError(f"{source} holds weights of type {model.dtype}: give --dtype f32, f16, bf16 or q8_0.")
+    weights = _weights_sentence(contents, weight_type, source)
     with replacing(out) as temporary:
         vocabulary = _write(temporary, model.config, contents, position_config, weight_type, source, vocab)
         compared = ran_alike(
             model, temporary, position_config, "F16" if contents.loose and weight_type == "F32" else weight_type
         )
-    return GGUFFile(out, weight_type, vocabulary, compared)
+    return GGUFFile(out, weights, vocabulary, compared)
 
 
-def _round(model: Any, dtype: torch.dtype, source: Path) -> None:
-    """Round the matrices of `model` to what `dtype` holds, so that the file is compared with what it can be."""
+def _round(model: Any, weight_type: str, source: Path) -> None:
+    """Round the matrices of `model` to what the file holds, so that what is compared is what it can be."""
+    from transformers.pytorch_utils import Conv1D
+
+    transposed = {id(module.weight) for module in model.modules() if isinstance(module, Conv1D)}
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() < 2 or is_router(name):
+        for name, parameter in model.named_parameters():
+            weight = parameter.T if id(parameter) in transposed else parameter
+            kind = _kind(name, weight, weight_type)
+            if weight.dim() < 2 or not weight.isfinite().all():  # the latter is refused later
                 continue
-            rounded = weight.to(dtype)
-            if not torch.equal(rounded.isfinite(), weight.isfinite()):
+            rounded = torch.from_numpy(_quantized(weight, kind)[1]) if kind == "Q8_0" else weight.to(_DTYPES[kind])
+            if not rounded.isfinite().all():
                 raise CheckpointError(
-                    f"{source} has values in {name} beyond the largest of {str(dtype).removeprefix('torch.')}: give "
-                    "--dtype bf16 or f32."
+                    f"{source} has values in {name} beyond the largest of {kind}: give --dtype bf16 or f32."
                 )
             weight.copy_(rounded)
+
+
+def _kind(name: str, weight: torch.Tensor, weight_type: str) -> str:
+    """Return the type of one weight in the file, where matrices are of `weight_type`.
+
+    What chooses experts or adds positions is not of 8 bits, and neither are rows that do not consist of whole blocks.
+    """
+    if weight.dim() < 2 or stays_whole(name) or (weight_type == "Q8_0" and name.endswith(".wpe.weight")):
+        return "F32"
+    return "F16" if weight_type == "Q8_0" and weight.shape[-1] % _BLOCK else weight_type
+
+
+def _quantized(weight: torch.Tensor, kind: str) -> tuple[Any, Any]:
+    """Return a weight as the file has it, and the values of that."""
+    import gguf
+
+    chosen = gguf.GGMLQuantizationType[kind]
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # a scale that is too large becomes infinite, and `_round` refuses that
+        data = gguf.quants.quantize(weight.detach().float().contiguous().numpy(), chosen)
+        return data, gguf.quants.dequantize(data, chosen).reshape(weight.shape)
+
+
+def _weights_sentence(contents: Contents, weight_type: str, source: Path) -> str:
+    kinds = [_kind(name, weight, weight_type) for name, weight in contents.weights.items()]
+    if weight_type != "Q8_0":
+        return weight_type
+    if "Q8_0" not in kinds:
+        raise CheckpointError(
+            f"no matrix of {source} has rows of a multiple of {_BLOCK} weights, a block of Q8_0: give --dtype f16."
+        )
+    odd = kinds.count("F16")
+    return f"Q8_0; {odd} with rows of no multiple of {_BLOCK} weights are F16" if odd else "Q8_0"
 
 
 def _write(
@@ -117,6 +161,8 @@ def _write(
         writer.add_name(os.fsencode(source.resolve().name).decode(errors="replace"))  # its bytes, in any locale
         _add_card(writer, source)
         writer.add_file_type(_FILE_TYPES[weight_type])
+        if weight_type == "Q8_0":
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         width = None if position_config.kind != "rope" else rotated(config, position_config)
         metadata = gguf_metadata(position_config, width)
         for key, value in ({f"{name}.{key}": value for key, value in contents.keys.items()} | metadata).items():
@@ -131,10 +177,8 @@ def _write(
                 raise CheckpointError(
                     f"{source} has NaN or infinity in {old}: get the weights again from their source."
                 )
-            wide = weight.float().contiguous().numpy()
-            whole = weight.dim() < 2 or is_router(old)
-            chosen = gguf.GGMLQuantizationType["F32" if whole else weight_type]
-            writer.add_tensor(new, gguf.quants.quantize(wide, chosen), raw_dtype=chosen)
+            kind = _kind(old, weight, weight_type)
+            writer.add_tensor(new, _quantized(weight, kind)[0], raw_dtype=gguf.GGMLQuantizationType[kind])
         for new, values in ({} if width is None else divisors(config, position_config, width)).items():
             writer.add_tensor(new, torch.tensor(values).numpy())
         writer.write_header_to_file()

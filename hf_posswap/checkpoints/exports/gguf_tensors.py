@@ -66,9 +66,9 @@ def rotated(config: Any, position_config: PositionConfig) -> int:
     return int(width * position_config.rope.get("partial_rotary_factor", 1.0))
 
 
-def is_router(name: str) -> bool:
-    """Return whether a weight, by its name in transformers, chooses experts; rounded, it would choose others."""
-    return name.endswith(".mlp.gate.weight")
+def stays_whole(name: str) -> bool:
+    """Return whether a matrix, by its name in transformers, chooses or weighs experts: it is not rounded."""
+    return name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight"))
 
 
 def _llama(model: Any, position_config: PositionConfig) -> Contents:

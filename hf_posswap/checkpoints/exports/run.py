@@ -115,7 +115,7 @@ def export(
             whatever its mechanism, for any batch and length; it is run and compared before it is there.
         vocab: for a .gguf file, another one that has the vocabulary; needed where the tokenizer is not a byte-level BPE
             that is known here (GPT-2, SmolLM2, Llama 3, Qwen2 and their like).
-        dtype: for a .gguf file, "f32", "f16" or "bf16": what the matrices become; None: they stay as they are.
+        dtype: for a .gguf file, "f32", "f16", "bf16" or "q8_0": what the matrices become; None: they stay as they are.
         trust_remote_code: run code that the checkpoint brings, where its config needs that.
 
     Raises:
