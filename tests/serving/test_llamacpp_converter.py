@@ -25,6 +25,7 @@ from hf_posswap.checkpoints.exports.gguf_proof import run_llamacpp
 from hf_posswap.errors import SwapVerificationError, UnsupportedSwapError
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, TINY, build
+from tests.gguf_models import FIELDS, tiny
 from tests.serving.test_llamacpp import BOUND, GELU_BOUND, WRONG, apart, row_of
 
 SOURCE = os.environ.get("POSSWAP_LLAMACPP_SOURCE", "")
@@ -44,6 +45,9 @@ FOLDERS: dict[str, Case] = {
     "gpt2": ("gpt2", None, {}),
     "gpt2 sinusoidal": ("gpt2", "sinusoidal", {"max_length": 4 * LENGTH}),
     "smollm3": ("smollm3", "rnope", {"every": 4}),
+    "qwen3": ("qwen3", "yarn", {"factor": 4.0}),
+    "qwen2_moe": ("qwen2_moe", "linear", {"factor": 4.0}),
+    "qwen3_moe": ("qwen3_moe", "yarn", {"factor": 4.0}),
 }
 """Folders that `posswap export` writes for it."""
 LOST: dict[str, Case] = {
@@ -74,7 +78,7 @@ def saved(folder: Path, case: Case) -> Path:
         model = patch_model(build("llama", vocab_size=320, num_hidden_layers=4), "rnope", **options)
         hf_posswap.to_native(model, "smollm3").save_pretrained(folder)
     else:
-        made = build if name in TINY else functools.partial(tiny_model, meta=False)
+        made = tiny if name in (*TINY, *FIELDS) else functools.partial(tiny_model, meta=False)
         model = made(name, vocab_size=320)
         hf_posswap.save(model if scheme is None else patch_model(model, scheme, **options), folder)
     trained = ByteLevelBPETokenizer()

@@ -335,7 +335,7 @@ LLAMACPP = (
         "Gemma 3",
         "exact",
         "its code scales the layers of full attention alone, and takes a base for each of the two layer types; the "
-        "converter loses the base of the sliding ones and their order.",
+        "converter loses the layers' order where another than every sixth is of full attention.",
         both(_gemma3, _one_scaling),
         _WRITE,
         "tested",
