@@ -16,6 +16,7 @@ import gc
 import logging
 import random
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ SLOW_EXAMPLES = (
 QUARTERED = ("advice", "checkpoints", "contract", "families", "patching", "search")
 """Folders in which a run has one quarter of the cases of a test of `MANY` and more; the others are slow and rotated."""
 MANY = 12
+PRECISION = "ACCELERATE_MIXED_PRECISION"
 QUARTER = "POSSWAP_QUARTER"
 """The environment variable that says which quarter, 0 to 3; without it the first."""
 
@@ -86,6 +88,29 @@ def _no_deprecated_calls() -> Iterator[None]:
     yield
     logger.removeHandler(handler)
     assert not handler.messages, f"transformers says that this test calls something deprecated: {handler.messages}"
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """Give the process back the log levels and the precision of accelerate that trainers of a test set for good."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub", "datasets")]
+    levels, precision = [logger.level for logger in loggers], os.environ.get(PRECISION)
+    known = _precision_in_force()
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        if logger.level != level and level != logging.NOTSET:  # at first they have none
+            logger.setLevel(level)
+    if precision is None:
+        os.environ.pop(PRECISION, None)
+    else:
+        os.environ[PRECISION] = precision
+    if _precision_in_force() not in (None, "no", known):
+        sys.modules["accelerate.state"].AcceleratorState._reset_state()
+
+
+def _precision_in_force() -> str | None:
+    state = sys.modules.get("accelerate.state")
+    return None if state is None else state.AcceleratorState._shared_state.get("_mixed_precision")
 
 
 @pytest.fixture(autouse=True)

@@ -120,7 +120,9 @@ def test_commands_of_pages_are_those_of_the_readme() -> None:
 
 
 def test_shown_recipes_can_be_run(tmp_path: Path) -> None:
-    shown = [block for page in PAGES for block in blocks_of(page) if block.language == "yaml"]
+    written = [block for page in PAGES for block in blocks_of(page) if block.language == "yaml"]
+    of_others = {"plugins", "model_name_or_path"}  # files of axolotl and LLaMA-Factory
+    shown = [block for block in written if not of_others & set(yaml.safe_load(block.code))]
     assert shown
     for number, block in enumerate(shown):
         assert isinstance(yaml.safe_load(block.code), dict)
