@@ -37,12 +37,17 @@ def import_module(name: str) -> ModuleType:
     """
     if not name.endswith(SUFFIX):
         try:
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
         except Exception as error:  # somebody's own code may raise anything
             raise OptionError(
                 f"cannot import {name!r}: {type(error).__name__}: {said_by(error)}. Give a file that ends in .py, or a "
                 "module that Python finds."
             ) from error
+        if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+            raise OptionError(
+                f"cannot import {name!r}: it is a folder without __init__.py. Give a file that ends in .py."
+            )
+        return module
     path = expand_home(name).resolve()
     if not path.is_file():
         raise OptionError(f"cannot import {name!r}: there is no such file.")

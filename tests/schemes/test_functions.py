@@ -319,7 +319,9 @@ def test_a_recipe_imports_a_file_beside_it(own_file: Path) -> None:
     assert import_module(str(own_file)) is sys.modules[own_file.stem], "once in a process"
 
 
-def test_what_cannot_be_imported_says_why(tmp_path: Path) -> None:
+def test_what_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "found")
+    (tmp_path / "found" / "only_a_folder").mkdir(parents=True)
     broken = tmp_path / "broken_schemes.py"
     broken.write_text("1 / 0")
     taken = tmp_path / "json.py"
@@ -331,6 +333,7 @@ def test_what_cannot_be_imported_says_why(tmp_path: Path) -> None:
         (str(broken), "ZeroDivisionError: division by zero"),
         (str(taken), "another module 'json' already"),
         (str(unused), "another module 'this' already, .*this.py. Rename the file"),
+        ("only_a_folder", "it is a folder without __init__.py. Give a file"),
         (str(tmp_path / "none.py"), "there is no such file"),
         ("no_such_module_here", "No module named 'no_such_module_here'"),
     ):

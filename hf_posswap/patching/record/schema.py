@@ -173,7 +173,8 @@ def _check_scheme(value: Any, where: str, depth: int, imports: dict[str, str]) -
         raise RecordError(
             f"config.posswap: {where} is {value['name']!r}, a scheme that the module {module!r} registers. Import that "
             f"module first: `import {module}` in Python, or posswap --import {module} on the command line (a file by "
-            "its path). Or load with trust_remote_code=True, if you trust the code that was saved with the model."
+            "its path). Or, if you trust the code that was saved with the model, load it by transformers' "
+            "from_pretrained with trust_remote_code=True, in a process that does not import hf_posswap."
         ) from error
     except (PosswapError, TypeError, ValueError, KeyError, OverflowError) as error:  # another package's scheme: any
         raise RecordError(f"config.posswap: {where} holds a scheme that cannot be built: {error}") from error
