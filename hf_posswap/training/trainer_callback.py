@@ -185,7 +185,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             return None
         plan: SwapPlan = swap.plan
         if self.scheme is not None:
-            check_scheme(plan, self.scheme)
+            check_scheme(model, self.scheme)
         if not is_sharded(model):
             self.verification = verify_swap(model)
             return plan
@@ -333,7 +333,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             )
         check_structure(model)
         if self.scheme is not None:
-            check_scheme(model._posswap.plan, self.scheme)
+            check_scheme(model, self.scheme)
 
     def _write(self, model: Any, state: TrainerState, args: TrainingArguments) -> None:
         """Put the record into the config, where every save takes it along."""

@@ -13,6 +13,7 @@ from hf_posswap.compat.peft_wrappers import weights_without_adapters
 from hf_posswap.compat.torch_wrappers import kind_of_wrapper
 from hf_posswap.errors import CheckpointError, SwapVerificationError
 from hf_posswap.patching.apply.patch_model import unpatch_model
+from hf_posswap.patching.plan.inputs import with_native
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.adapter_marks import SIDECAR
@@ -49,28 +50,50 @@ def is_sharded(model: Any) -> bool:
     )
 
 
-def check_scheme(plan: SwapPlan, expected: Scheme) -> None:
-    """Check that the scheme in force is `expected`, in every field that `expected` sets.
+def check_scheme(model: Any, expected: Scheme) -> None:
+    """Check that the scheme in force in a swapped `model` is `expected`, in every field that `expected` sets.
 
     Raises:
         SwapVerificationError: it is another one; names the fields.
+        SchemeError: `expected` is only a part of a scheme.
     """
+    plan: SwapPlan = model._posswap.plan
     for stack, scheme in plan.schemes.items():
-        if type(scheme) is not type(expected):
-            problem = f"it carries {scheme.name}"
-        else:
-            differing = {
-                field.name: getattr(scheme, field.name)
-                for field in dataclasses.fields(expected)
-                if getattr(expected, field.name) not in (field.default, getattr(scheme, field.name))
-            }
+        wanted = with_native(model, plan.sites.stack(stack), expected)
+        differing = {} if type(scheme) is not type(wanted) else _differing(scheme, wanted)
+        if differing and not any(map(_holds_schemes, differing.values())):
             problem = ", ".join(f"its {name} is {value!r}" for name, value in differing.items())
-        if problem:
-            where = f" in its {stack}" if stack else ""
-            raise SwapVerificationError(
-                f"PosswapCallback was to prove {expected}, and {plan.model} has another mechanism{where}: {problem}. "
-                "Patch the model with that scheme before the trainer is made, or give the callback the scheme in force."
-            )
+        elif differing or type(scheme) is not type(wanted):
+            problem = f"it carries {scheme}"
+        else:
+            continue
+        where = f" in its {stack}" if stack else ""
+        raise SwapVerificationError(
+            f"PosswapCallback was to prove {expected}, and {plan.model} has another mechanism{where}: {problem}. "
+            "Patch the model with that scheme before the trainer is made, or give the callback the scheme in force."
+        )
+
+
+def _differing(scheme: Scheme, expected: Scheme) -> dict[str, Any]:
+    """Return the fields of `scheme`, of the class of `expected`, that are other than `expected` sets them."""
+    return {
+        field.name: getattr(scheme, field.name)
+        for field in dataclasses.fields(expected)
+        if not _is_as_set(getattr(scheme, field.name), getattr(expected, field.name), field.default)
+    }
+
+
+def _is_as_set(value: Any, expected: Any, default: Any = dataclasses.MISSING) -> bool:
+    if isinstance(expected, Scheme):
+        return type(value) is type(expected) and not _differing(value, expected)
+    if isinstance(expected, tuple) and _holds_schemes(expected):
+        alike = isinstance(value, tuple) and len(value) == len(expected)
+        return alike and all(map(_is_as_set, value, expected))
+    return bool(expected == default or value == expected)
+
+
+def _holds_schemes(value: Any) -> bool:
+    return isinstance(value, Scheme) or (isinstance(value, tuple) and any(map(_holds_schemes, value)))
 
 
 def first_loss_limit(model: Any) -> float | None:

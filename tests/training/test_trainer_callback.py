@@ -32,9 +32,10 @@ from hf_posswap.errors import (
 )
 from hf_posswap.patching.record.training import swap_digest, training_of
 from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.schemes import make_scheme
 from hf_posswap.training.data.digest import dataset_digest
 from hf_posswap.training.engine.parallel import shard_on_cpus
-from hf_posswap.training.trainer_proof import is_sharded, model_inside
+from hf_posswap.training.trainer_proof import check_scheme, is_sharded, model_inside
 from hf_posswap.utils.weights_digest import weights_digest
 from tests import forked
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
@@ -163,6 +164,23 @@ def test_another_scheme_than_expected_is_refused(expected: str, message: str, tm
     with pytest.raises(SwapVerificationError, match=message):
         trainer(swapped(), tmp_path, PosswapCallback(expected), seen).train()
     assert seen.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "others"),
+    [
+        ("llama", "native + ssmax", ("native + alibi", "native + ssmax:s=9", "native + ssmax + alibi", "rope + alibi")),
+        ("llama", "yarn:factor=4 + alibi", ("yarn:factor=2 + alibi", "rope + alibi", "sum")),
+        ("gpt2", "native + t5", ("native + alibi", "learned + rope", "together", "t5")),
+        ("gpt2", "learned + alibi", ("learned + rope", "native + t5", "sinusoidal + alibi")),
+    ],
+)
+def test_a_sum_is_proved_part_by_part(name: str, scheme: str, others: tuple[str, ...]) -> None:
+    model = patch_model(tiny(name), scheme)
+    check_scheme(model, make_scheme(scheme))
+    for other in others:
+        with pytest.raises(SwapVerificationError, match="was to prove .*, and .* has another mechanism: it carries"):
+            check_scheme(model, make_scheme(other))
 
 
 def _plain_config(model: Any) -> None:
