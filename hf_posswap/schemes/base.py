@@ -289,7 +289,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if isinstance(scheme, dict):
         _refuse_deep(scheme)
         scheme, options = _from_dict(scheme, options)
-    if isinstance(scheme, str) and is_sum(scheme):
+    if isinstance(scheme, str) and _is_written_as_sum(scheme):
         return _sum_of(_PLUS.split(scheme.strip()), options)
     if not isinstance(scheme, str):
         raise SchemeError(
@@ -307,6 +307,12 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
     return cls(**options)
+
+
+def _is_written_as_sum(text: str) -> bool:
+    if re.search(r"^\s*\+|\+\s*(\+|$)", text):
+        raise SchemeError(f"a part of the sum {brief_repr(text)} is missing: write it as in native + ssmax.")
+    return is_sum(text)
 
 
 def _sum_of(parts: list[str], options: dict[str, Any]) -> Scheme:
