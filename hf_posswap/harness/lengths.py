@@ -17,15 +17,6 @@ from hf_posswap.utils.format import said_by
 
 KEY = "max_seq_lengths"
 """The entry of the harness's metadata that RULER and BABILong read."""
-PRESETS = {
-    "ruler": "0.4.9",
-    "babilong": "0.4.9.2",
-    "babilong_longctx": "0.4.9.2",
-    "longbench2": "0.4.9.2",
-    "graphwalks": "0.4.9.2",
-    "infinitebench": "0.4.12",
-}
-"""Groups of long tasks in the harness, and the first supported lm_eval that has each."""
 _BY_LENGTH = {"babilong": "babilong_longctx"}  # its other tasks have data at one length only
 _DEEPEST = 4
 
@@ -74,7 +65,7 @@ def load_tasks(names: Sequence[str], manager: Any, metadata: dict[str, Any], len
         if length is not None:
             metadata[KEY] = _thousands(length) if name.startswith("babilong") else [length]
         with telling_what_is_missing(name):
-            found = _load(name, manager)
+            found = dict(manager.load([name])["tasks"])
         if length is not None and any(
             metadata[KEY] != (task.config.metadata or {}).get(KEY) for task in found.values()
         ):
@@ -107,23 +98,6 @@ def missing_package(error: ImportError) -> Exception:
     """Return the error that names the package of the extra which a task lacks, or `error` if it names none."""
     name = getattr(error.__cause__ or error, "name", None)
     return MissingDependencyError(name, "lm-eval") if name else error
-
-
-def _load(name: str, manager: Any) -> dict[str, Any]:
-    """Return the tasks of a name."""
-    if hasattr(manager, "load"):
-        return dict(manager.load([name])["tasks"])
-    from lm_eval.tasks import get_task_dict  # before lm_eval 0.4.12
-
-    return dict(_leaves(get_task_dict([name], manager)))
-
-
-def _leaves(nested: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield str(key), value[1] if isinstance(value, tuple) else value
 
 
 def _thousands(length: int) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "posswap"
 """Of the model in the harness's registry."""
+_OLDEST = "lm_eval>=0.4.12"
 
 
 @functools.cache
@@ -37,13 +38,18 @@ def harness_model_class() -> Any:
     only with `trust_remote_code=True`.
 
     Raises:
-        MissingDependencyError: lm_eval is not installed.
+        MissingDependencyError: lm_eval is not installed, or too old.
     """
     try:
         from lm_eval.api.registry import register_model
         from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise MissingDependencyError("lm_eval", "lm-eval") from error
+    except AttributeError as error:  # lm_eval before 0.4.10 looks for classes that transformers no longer has
+        raise MissingDependencyError(_OLDEST, "lm-eval") from error
+    if not hasattr(TaskManager, "load"):  # which reads .yaml files by their path
+        raise MissingDependencyError(_OLDEST, "lm-eval")
 
     class PosswapLM(HFLM):
         """A causal model with its swap."""

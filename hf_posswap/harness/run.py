@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.harness.lengths import (
     KEY,
-    PRESETS,
     by_length,
     load_tasks,
     missing_package,
@@ -266,13 +265,6 @@ def _manager(tasks: Sequence[str], trust_remote_code: bool, metadata: dict[str, 
     )  # the harness's own are more than ten thousand
     for task in tasks:
         if Path(task).suffix not in _YAML and str(task) not in manager.all_tasks:
-            if str(task) in PRESETS:
-                import lm_eval
-
-                raise OptionError(
-                    f"lm_eval {lm_eval.__version__} has no {str(task)!r}, which came with {PRESETS[str(task)]}: "
-                    "pip install -U lm_eval."
-                )
             near = difflib.get_close_matches(str(task), manager.all_tasks, n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise OptionError(f"the harness has no task {str(task)!r}.{hint} Give one of its names, or a .yaml file.")

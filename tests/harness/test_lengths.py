@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from hf_posswap.errors import DataError, OptionError, RemoteCodeError
+from hf_posswap.errors import DataError, MissingDependencyError, OptionError, RemoteCodeError
 from hf_posswap.evaluation.eff_len import longest_passing
 from hf_posswap.training import byte_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is not tested")
 
-from hf_posswap.harness import retention, run_tasks  # noqa: E402
-from hf_posswap.harness.lengths import reads_lengths, tokenizer_folder  # noqa: E402
+from hf_posswap.harness import harness_model_class, retention, run_tasks  # noqa: E402
+from hf_posswap.harness.lengths import by_length, reads_lengths, tokenizer_folder  # noqa: E402
 
 TOKENIZER = byte_tokenizer()
 LENGTHS = [16, 32, 64]
@@ -245,9 +246,9 @@ def test_a_chat_template_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options: dict[str, Any] = {"tokenizer": chatty, "num_fewshot": 1, "limit": 2, "apply_chat_template": True}
     found = run_tasks(model, [task], **options)
     assert roles == [["user"]] * 2
-    by_length = run_tasks(model, [task], lengths=[32, 64], **options)
+    both = run_tasks(model, [task], lengths=[32, 64], **options)
     assert roles == [["user"]] * 6
-    assert len(by_length["table"]["columns"]) == 2
+    assert len(both["table"]["columns"]) == 2
     roles.clear()
     run_tasks(model, [task], fewshot_as_multiturn=True, **options)
     assert roles == [["user", "assistant", "user"]] * 2
@@ -304,17 +305,24 @@ def test_ruler_of_the_harness_runs_by_length(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_the_presets_are_groups_of_the_harness() -> None:
-    """Which tasks read lengths is seen in the installed functions; their data are on the Hub."""
-    import lm_eval
+def test_the_long_tasks_of_the_page_are_in_the_harness() -> None:
     from lm_eval.tasks import TaskManager
-    from packaging.version import Version
 
-    from hf_posswap.harness.lengths import PRESETS
+    page = Path(__file__).parents[2] / ".docs" / "pages" / "evaluation.md"
+    rows = [line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall("`([a-z0-9_]+)`", row, re.IGNORECASE)}
+    groups = ["ruler", "babilong", "longbench2", "infinitebench", "graphwalks"]
+    assert set(groups) <= named
+    manager = TaskManager()
+    assert {*groups, by_length("babilong"), "graphwalks_128k", "graphwalks_1M"} <= set(manager.all_tasks)
 
-    known = TaskManager().all_tasks
-    for name, since in PRESETS.items():
-        assert (name in known) == (Version(lm_eval.__version__) >= Version(since)), name
+
+def test_an_old_harness_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.delattr(TaskManager, "load")
+    with pytest.raises(MissingDependencyError, match=r"lm_eval>=0\.4\.12 is needed here .*hf-posswap\[lm-eval\]"):
+        harness_model_class.__wrapped__()
 
 
 @pytest.mark.slow  # RULER's modules try to fetch data of nltk when they are imported
