@@ -174,7 +174,7 @@ def _show(results: dict[str, Any]) -> None:
         longer = [
             f"{name} has {count:,} longer questions, which were left out." for name, count in results["longer"].items()
         ]
-        show_text("", *longer)
+        show_text(*longer)
     if "base" in results:
         reach = results["base"]["longest_input"]
         show_text("", f"Kept: percentage of the base's score. The base reads at most {reach:,} tokens.")
@@ -198,17 +198,17 @@ def length_table(table: dict[str, Any], lengths: list[int]) -> tuple[list[str], 
             shown = "–" if cell is None else f"{cell['score']:.4g}"
             cells.append(shown if share is None else f"{shown} ({share:.0f} % kept)")
         effective = row["effective_length"] or {}
-        reached = [_reached(effective.get(name), lengths, bool(effective)) for name in ("ruler", "nolima")]
+        measured = [int(column) for column in row["values"] if column != "all"]
+        reached = [_reached(effective, criterion, measured) for criterion in ("ruler", "nolima")]
         rows.append([row["task"], row["metric"], *cells, *reached])
     return header, rows
 
 
-def _reached(length: int | None, lengths: list[int], judged: bool) -> str:
-    if not judged:
-        return "–"
-    if length is None:
-        return f"< {min(lengths):,}"
-    return f"≥ {length:,}" if length == max(lengths) else f"{length:,}"
+def _reached(effective: dict[str, int | None], criterion: str, measured: list[int]) -> str:
+    length = effective.get(criterion)
+    if length is None:  # NoLiMa's criterion has no meaning where nothing is right at the shortest length
+        return f"< {min(measured):,}" if effective and criterion == "ruler" else "–"
+    return f"≥ {length:,}" if length == max(measured) else f"{length:,}"
 
 
 def _rows(results: dict[str, Any]) -> list[list[str]]:

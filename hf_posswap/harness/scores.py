@@ -97,7 +97,10 @@ def _means(name: str, tasks: list[str], rows: list[dict[str, Any]]) -> list[dict
 
 
 def _effective(row: Mapping[str, Any]) -> dict[str, int | None] | None:
-    """Return the effective lengths by RULER's and by NoLiMa's criterion, or None where they have no meaning."""
+    """Return the effective lengths by RULER's and by NoLiMa's criterion, or None where they have no meaning.
+
+    NoLiMa's is None if nothing is right at the shortest length; RULER's, if the score is below the bar there.
+    """
     scores = {int(column): cell["score"] for column, cell in row["values"].items() if column != ALL}
     if len(scores) < 2 or not row["higher_is_better"]:
         return None

@@ -131,8 +131,8 @@ def _reached(row: dict[str, Any], criterion: str) -> Cell:
         return Cell("–")
     measured = sorted(int(column) for column in row["values"] if column != "all")
     length = effective[criterion]
-    if length is None:
-        return Cell(f"< {measured[0]:,}", 0)
+    if length is None:  # NoLiMa's criterion has no meaning where nothing is right at the shortest length
+        return Cell(f"< {measured[0]:,}", 0) if criterion == "ruler" else Cell("–")
     return Cell(f"≥ {length:,}" if length == measured[-1] else f"{length:,}", length)
 
 

@@ -74,6 +74,24 @@ def test_tasks_are_shown_by_length_with_what_is_kept_of_the_base(posswap: Posswa
     assert "answered different questions" in other.stderr
 
 
+def test_the_table_says_how_far_a_model_reaches() -> None:
+    from hf_posswap.cli.lm_eval import length_table
+
+    def row(scores: list[float], ruler: int | None, nolima: int | None) -> dict[str, object]:
+        cells = {str(n): {"score": score} for n, score in zip((8, 16), scores, strict=True)}
+        reached = {"ruler": ruler, "nolima": nolima}
+        return {"task": "a", "metric": "acc", "values": cells, "effective_length": reached, "retention": {"8": 50.0}}
+
+    rows = [row([0.9, 0.1], 8, 8), row([1.0, 0.9], 16, 16), row([0.0, 0.0], None, None)]
+    header, shown = length_table({"rows": rows}, [8, 16])
+    assert header == ["task", "metric", "8", "16", "RULER length", "NoLiMa length"]
+    assert [cells[2:] for cells in shown] == [
+        ["0.9 (50 % kept)", "0.1", "8", "8"],
+        ["1 (50 % kept)", "0.9", "≥ 16", "≥ 16"],
+        ["0 (50 % kept)", "0", "< 8", "–"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
