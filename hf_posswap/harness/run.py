@@ -20,7 +20,7 @@ from hf_posswap.harness.lengths import (
 )
 from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.scores import retention, rows_of, table_of
-from hf_posswap.harness.task_code import refuse_task_code, templates_without_code
+from hf_posswap.harness.task_code import refuse_groups, refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
 from hf_posswap.utils.user_paths import expand_home
 
@@ -257,6 +257,7 @@ def _manager(tasks: Sequence[str], trust_remote_code: bool, metadata: dict[str, 
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
         raise OptionError(f"no such file of a task: {', '.join(missing)}.")
+    refuse_groups(files)
     if not trust_remote_code:
         refuse_task_code(files)
     metadata[KEY] = []  # an empty one would be replaced

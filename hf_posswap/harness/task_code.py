@@ -50,6 +50,19 @@ def refuse_task_code(files: Sequence[Path]) -> None:
         waiting += [(file.parent / str(name)).resolve() for name in ([included], included)[isinstance(included, list)]]
 
 
+def refuse_groups(files: Sequence[Path]) -> None:
+    """Refuse files of groups, which the harness fails to read by their path.
+
+    Raises:
+        OptionError: a file lists tasks, or cannot be read.
+    """
+    for file in files:
+        if isinstance(_read(file).get("task"), list):
+            raise OptionError(
+                f"{file} is a group of tasks, which the harness reads only by name: give the files of its tasks."
+            )
+
+
 @contextmanager
 def templates_without_code() -> Iterator[None]:
     """Run templates of tasks in a sandbox inside the block, so that they cannot run code.

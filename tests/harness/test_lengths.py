@@ -19,6 +19,7 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is 
 
 from hf_posswap.harness import harness_model_class, retention, run_tasks  # noqa: E402
 from hf_posswap.harness.lengths import by_length, reads_lengths, tokenizer_folder  # noqa: E402
+from hf_posswap.harness.scores import table_of  # noqa: E402
 
 TOKENIZER = byte_tokenizer()
 LENGTHS = [16, 32, 64]
@@ -182,6 +183,21 @@ def test_two_kinds_of_tasks_run_together(made: Path, tmp_path: Path) -> None:
     for task in (made, measured):
         alone = run_tasks(gpt2(), [task], lengths=LENGTHS, tokenizer=TOKENIZER, trust_remote_code=True)
         assert values(together, task.stem) == values(alone, task.stem)
+
+
+def test_a_group_has_the_mean_over_the_questions_of_its_tasks(tmp_path: Path) -> None:
+    parts = [choice(tmp_path, "some", [3, 5, 8, 20, 24]), choice(tmp_path, "others", [4, 6, 30])]
+    found = run_tasks(gpt2(4), parts, lengths=[8, 32], tokenizer=TOKENIZER)
+    mean = table_of(found["table"]["rows"], {"both": ["some", "others"]})["rows"][-1]
+    assert mean["task"] == "both, mean of 2 tasks"
+    for length, counts in (("8", (3, 2)), ("32", (2, 1))):
+        scores = [values(found, task)[length] for task in ("some", "others")]
+        expected = sum(score * count for score, count in zip(scores, counts, strict=True)) / sum(counts)
+        assert mean["values"][length] == {"score": pytest.approx(expected), "stderr": None, "questions": sum(counts)}
+    group = tmp_path / "both.yaml"
+    group.write_text(json.dumps({"group": "both", "task": ["some", "others"]}))
+    with pytest.raises(OptionError, match=r"both.yaml is a group of tasks, .*: give the files of its tasks"):
+        run_tasks(gpt2(4), [group], tokenizer=TOKENIZER)
 
 
 def test_the_effective_lengths_and_what_is_kept(tmp_path: Path) -> None:
