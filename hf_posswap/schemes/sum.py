@@ -54,7 +54,10 @@ class Native(Scheme):
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         if geometry.base is None:
             raise SchemeError(f"{self.name}: the model does not rotate queries and keys: there is no rotation to keep.")
-        return dataclasses.replace(self, of="dynamic" if geometry.frequencies is None else "rotary")
+        of: Literal["rotary", "dynamic"] = "dynamic" if geometry.frequencies is None else "rotary"
+        if self.of not in (None, of):
+            raise SchemeError(f"{self.name}: of={self.of!r}, but the model's rotation is {of}; leave it out.")
+        return dataclasses.replace(self, of=of)
 
 
 def native() -> Native:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import eager_mask
 
 import hf_posswap
-from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.record.record import native_config
@@ -286,7 +286,27 @@ def test_what_cannot_be_at_work_together_is_refused_before_anything_is_touched(
     assert not hasattr(model, "_posswap")
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme", "begins"),
+    [
+        ("llama", "native + alibi", "fine-tuning: the mechanism that the weights know stays"),
+        (
+            "llama",
+            "yarn:factor=2 + ssmax",
+            "fine-tuning: the mechanism that the weights know stays, or one they can use",
+        ),
+        ("gpt2", "native + ssmax", "fine-tuning: the mechanism that the weights know stays"),
+        ("gpt2", "rope + ssmax", "required: fine-tuning"),
+        ("llama", "p_rope + alibi", "required: fine-tuning"),
+    ],
+)
+def test_a_plan_says_what_the_weights_know_of_a_sum(name: str, scheme: str, begins: str) -> None:
+    assert plan_swap(build(name), scheme).adaptation.startswith(begins)
+
+
 def test_native_is_found_out_and_refused_where_there_is_nothing_to_keep() -> None:
+    with pytest.raises(SchemeError, match="of='dynamic', but the model's rotation is rotary"):
+        plan_swap(build("llama"), Native(of="dynamic") + Alibi())
     plan = swap_plan(patch_model(build("llama"), native() + "alibi"))
     assert isinstance(plan.scheme, Sum)
     assert plan.scheme.native == Native(of="rotary")

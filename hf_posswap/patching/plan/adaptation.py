@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_posswap.compat.torch_fake import without_fake_mode
+from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.context import SwapContext
 from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -22,7 +23,7 @@ from hf_posswap.schemes.sum import Sum
 from hf_posswap.schemes.together import Together
 
 _ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
-_ADDED = "fine-tuning: the mechanism that the weights know stays, and what is added is new to them"
+_ADDED = "fine-tuning: the mechanism that the weights know stays, or one they can use; what is added is new to them"
 _OPTIONAL = "optional: usable untrained, better after a few hundred steps at the new length"
 _FIRST, _SPREAD = 64, 192  # positions at which two biases are compared: the first ones, and more spread over the window
 
@@ -54,14 +55,20 @@ def adaptation_of(context: SwapContext) -> str:
 
 
 def _keeps(context: SwapContext) -> bool:
-    """Return whether the scheme adds to the mechanism that the model has."""
+    """Return whether the scheme adds to the mechanism that the model has, or to one that it can use untrained."""
     scheme, stack = context.scheme, context.stack
     if isinstance(scheme, Together):
         learned = isinstance(scheme.table, Learned) and scheme.table.extend != "reinit"
         return learned and context.length == stack.geometry.original_length
     if isinstance(scheme, Sum) and stack.inside is not None:
         return stack.table is None and native_scheme(stack.inside, stack.geometry) in scheme.parts
-    return scheme.keeps_native
+    usable = isinstance(scheme, Sum) and any(_stays_usable(part, stack) for part in scheme.parts)
+    return usable or scheme.keeps_native
+
+
+def _stays_usable(part: Scheme, stack: Stack) -> bool:
+    """Return whether a part of a sum is a rotation under which a rotary model is usable untrained."""
+    return bool(stack.rotary) and isinstance(part, RotaryScheme) and _turns_native_pairs(part, stack.geometry)
 
 
 def _of_native_bias(context: SwapContext, native: Scheme) -> str | None:
