@@ -109,7 +109,7 @@ def lm_eval(
     options: dict[str, Any] = {
         "lengths": whole_numbers(lengths),
         "base": None if base is None else _base(base),
-        "metadata": None if metadata is None else _metadata(metadata),
+        "metadata": None if metadata is None else _object_of(metadata),
     }
     chosen = None if scheme is None else make_scheme(scheme)
     where = placing(device, dtype)
@@ -152,7 +152,7 @@ def _base(text: str) -> Any:
     return read_json(path) if path.suffix == ".json" and path.is_file() else source_of(text)
 
 
-def _metadata(text: str) -> dict[str, Any]:
+def _object_of(text: str) -> dict[str, Any]:
     import json
 
     try:
