@@ -26,8 +26,6 @@ import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-transformers.logging.set_verbosity_error()
-
 WINDOW = 24
 """Positions of each model before its swap."""
 NEW = 12
@@ -169,6 +167,7 @@ def load(folder: Path, bare: bool) -> dict[str, float | str]:
 
 
 def main() -> None:
+    transformers.logging.set_verbosity_error()
     what, *folders = sys.argv[1:]
     if what == "save":
         report = save(Path(folders[0]))
