@@ -6,7 +6,6 @@ Li et al. 2023, https://arxiv.org/abs/2310.04418, equation 5 and appendix E.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,11 +25,9 @@ PAPER_THRESHOLD = 512.0
 PAPER_SHARE = 0.25
 """Of the length that the paper trains on, 2048 tokens."""
 EPSILON = 1e-6
-IN_CACHE = 2**14
+IN_CACHE = 2**12
 """Query-key pairs, over all rows of a batch, that go through the network at a time on a CPU: their hidden layer fits
 into the cache."""
-LEAST_SHARES = 2**9
-"""Query-key pairs from which sorting out the hidden units that need no ReLU gains."""
 
 
 @SCHEMES.register("fire")
@@ -127,16 +124,13 @@ class FireMechanism(Mechanism):
     def _network(self, share: Tensor) -> Tensor:
         """Return f_h of `share` [B, Q, K], [B, H, Q, K]."""
         flat = share.flatten(1)[:, None]  # [B, 1, Q K]
-        traced = torch.compiler.is_compiling() or transforms_active()
-        sorted_out = not traced and flat.device.type == "cpu" and flat.numel() >= LEAST_SHARES
-        of = self._of_bent(flat) if sorted_out else self._of
-        if torch.is_grad_enabled() or traced:
-            return of(flat).unflatten(2, share.shape[1:])
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
+            return self._of(flat).unflatten(2, share.shape[1:])
         out = flat.new_empty(len(flat), len(self.out_bias), flat.shape[2])  # [B, H, Q K]
         pairs = max(1, IN_CACHE // len(flat)) if flat.device.type == "cpu" else max(1, flat.shape[2])
         for start in range(0, flat.shape[2], pairs):
             some = slice(start, start + pairs)
-            out[..., some] = of(flat[..., some])
+            out[..., some] = self._of(flat[..., some])
         return out.unflatten(2, share.shape[1:])
 
     def _of(self, share: Tensor) -> Tensor:
@@ -145,32 +139,6 @@ class FireMechanism(Mechanism):
         hidden = (self.hidden_weight.float()[:, None] * share).add_(inner).relu_()  # [B, W, n]
         # matmul takes another path, with other rounding, for frozen weights
         return torch.einsum("hw,bwn->bhn", self.out_weight.float(), hidden) + outer
-
-    def _of_bent(self, share: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what computes f_h as `_of` does, up to rounding, of numbers between 0 and the largest of `share`.
-
-        f_h is piecewise linear. A hidden unit that is positive at both ends is positive all between, where its ReLU
-        does nothing: all such units together are one straight line. One that is negative at both ends is left out. Only
-        those that bend between, a quarter as they are initialized, need to be computed. Gradients are those of `_of`.
-        """
-        weight, inner, out = (
-            self.hidden_weight.float(),
-            self.hidden_bias.float(),
-            self.out_weight.float(),
-        )  # [W], [H, W]
-        at_end = weight * share.detach().amax() + inner
-        straight, off = (inner > 0) & (at_end > 0), (inner <= 0) & (at_end <= 0)
-        bends = ~(straight | off)
-        slope = (out * (weight * straight)).sum(dim=1, keepdim=True)  # [H, 1]
-        start = (out * (inner * straight)).sum(dim=1) + self.out_bias.float()  # [H]
-        mixed = torch.cat([out[:, bends], slope], dim=1)  # [H, w + 1]
-        bent_weight, bent_inner = weight[bends][:, None], inner[bends][:, None]
-
-        def of(some: Tensor) -> Tensor:
-            hidden = (bent_weight * some).add_(bent_inner).relu_()  # [B, w, n]
-            return torch.einsum("hw,bwn->bhn", mixed, torch.cat([hidden, some], dim=1)) + start[:, None]
-
-        return of
 
     def _psi(self, length: Tensor) -> Tensor:
         """Return ln(1 + |c length|)."""

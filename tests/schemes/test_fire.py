@@ -147,32 +147,3 @@ def test_parts_give_what_the_whole_gives(
     monkeypatch.setattr(fire, "IN_CACHE", at_a_time)
     with torch.no_grad():
         torch.testing.assert_close(mechanism.bias(positions, positions), whole.detach(), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ahead", [0, 40], ids=["past", "keys ahead"])
-def test_many_pairs_give_the_network_and_its_gradients_though_most_hidden_units_are_not_computed(
-    geometry: Geometries, seed: int, ahead: int
-) -> None:
-    torch.manual_seed(seed)
-    mechanism = trained(made(geometry, Fire(width=24, seed=seed), heads=3))
-    queries, keys = torch.arange(100, 140)[None], torch.arange(140 + ahead)[None]
-    assert queries.numel() * keys.numel() > fire.LEAST_SHARES
-    doubles = {name: value.detach().double().requires_grad_() for name, value in mechanism.named_parameters()}
-    distance = (queries[:, :, None] - keys[:, None]).double()
-    reference = torch.maximum(queries.double(), (doubles["multiplier"] * mechanism.threshold).abs())[:, :, None]
-    share = (doubles["c"] * distance).abs().log1p() / ((doubles["c"] * reference).abs().log1p() + 1e-6)
-    hidden = (share[..., None] * doubles["hidden_weight"] + doubles["hidden_bias"]).relu()  # [1, Q, K, W]
-    expected = (hidden @ doubles["out_weight"].mT + doubles["out_bias"]).permute(0, 3, 1, 2)
-    got = mechanism.bias(queries, keys)
-    assert torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        assert torch.allclose(mechanism.bias(queries, keys), got, rtol=1e-5, atol=1e-6)
-    weights = torch.randn(expected.shape)
-    (got * weights).sum().backward()
-    (expected * weights.double()).sum().backward()
-    for name, parameter in mechanism.named_parameters():
-        grad, wanted = parameter.grad, doubles[name].grad
-        assert grad is not None
-        assert wanted is not None
-        assert torch.allclose(grad.double(), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())), name
