@@ -32,6 +32,7 @@ from hf_posswap.schemes import LongRope
 from tests.contract.models import LENGTH, TINY, Tiny
 from tests.contract.pairs import logits, words
 from tests.contract.rotary_kinds import KINDS_OF_ROTARY
+from tests.stock import RELEASE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it
 SCHEMES: dict[str, Any] = {
@@ -224,6 +225,8 @@ REFUSED = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pasted_into_transformers_it_computes_what_the_swapped_model_does(cases: Any, family: str, scheme: str) -> None:
     case = cases(family)
+    if RELEASE < (5, 24) and family.startswith("gemma3") and scheme in ("longrope", "a list of angles"):
+        pytest.skip("5.14 cannot run longrope by layer type: it reads long_inv_freq before it has it")
     if not expressible(case, SCHEMES[scheme]):
         with pytest.raises(UnsupportedSwapError, match="posswap patch"):
             overrides(case.folder, SCHEMES[scheme], "transformers")
