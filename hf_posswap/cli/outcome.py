@@ -133,15 +133,16 @@ class PosswapGroup(_OneLine, TyperGroup):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first, rest, given = [], [], iter(args)
-        for word in given:
-            option, equals, name = word.partition("=")
-            value = next(given, None) if option == _IMPORT and not equals else name
-            if option != _IMPORT or value is None or (":" in value and not value.endswith(".py")):
-                rest += [word] if value is None or option != _IMPORT or equals else [word, value]
-            else:
-                first += [_IMPORT, value]
-        return super().parse_args(ctx, [*first, *rest])
+        end = args.index("--") if "--" in args else len(args)
+        imports, rest, number = [], [], 0
+        while number < end:
+            option, equals, value = args[number].partition("=")
+            words = args[number : number + (2 if option == _IMPORT and not equals else 1)]
+            value = value if equals else words[-1]
+            is_module_and_name = ":" in value and not value.endswith(".py")
+            (rest if option != _IMPORT or is_module_and_name else imports).extend(words)
+            number += len(words)
+        return super().parse_args(ctx, [*imports, *rest, *args[end:]])
 
 
 class PosswapCommand(_OneLine, TyperCommand):

@@ -127,8 +127,8 @@ def query_scale(
 ) -> Callable[[Function], type[Scheme]]:
     """Make a part, to add to a scheme, of a function that returns what multiplies the query at a position.
 
-    The function may name `position` ([B or 1, 1, Q], float32, from 0), `head` (0 to H - 1, [H, 1]), `heads`,
-    `head_dim`, `original_length`, and returns what expands to [B or 1, H, Q]. Keyword-only parameters become fields, as
+    The function may name `position` ([B or 1, 1, Q], float32, >= 0), `head` (0 to H - 1, [H, 1]), `heads`, `head_dim`,
+    `original_length`, and returns what expands to [B or 1, H, Q]. Keyword-only parameters become fields, as
     for `rotation`. Add it by `native() + my_scale()`, or "native + my_scale".
 
     Args:
@@ -290,7 +290,10 @@ class FunctionScaleMechanism(Mechanism):
 
     def scale(self, query_positions: Tensor) -> Tensor:
         (rows, queries), heads = query_positions.shape, self.geometry.num_heads
-        given = {"position": query_positions.float()[:, None], "head": _numbers(heads, query_positions.device)}
+        given = {
+            "position": query_positions.float().clamp(min=0)[:, None],
+            "head": _numbers(heads, query_positions.device),
+        }
         return self.scheme.value(self.geometry, (rows, heads, queries), torch.float32, **given)
 
 

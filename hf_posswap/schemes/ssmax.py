@@ -79,6 +79,6 @@ class SSMaxMechanism(Mechanism):
         self.s = nn.Parameter(torch.full((heads,), s, dtype=torch.float32))  # [H]
 
     def scale(self, query_positions: Tensor) -> Tensor:
-        # the first token sees one key: any scale serves it
-        seen = (query_positions.float() + 1).clamp(max=self.window)  # [B or 1, Q]
+        # the first token sees one key: any scale serves it; padding may have positions below 0
+        seen = (query_positions.float() + 1).clamp(1.0, self.window)  # [B or 1, Q]
         return self.s.float()[:, None] * seen.log()[:, None]  # [B or 1, H, Q]

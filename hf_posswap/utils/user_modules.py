@@ -10,6 +10,7 @@ from types import ModuleType
 
 from hf_posswap.errors import OptionError
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.threads import PROCESS
 from hf_posswap.utils.user_paths import expand_home
 
 SUFFIX = ".py"
@@ -48,6 +49,11 @@ def import_module(name: str) -> ModuleType:
                 f"cannot import {name!r}: it is a folder without __init__.py. Give a file that ends in .py."
             )
         return module
+    with PROCESS:  # of several threads one runs it
+        return _import_file(name)
+
+
+def _import_file(name: str) -> ModuleType:
     path = expand_home(name).resolve()
     if not path.is_file():
         raise OptionError(f"cannot import {name!r}: there is no such file.")

@@ -17,6 +17,7 @@ import hf_posswap
 from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.patching.record.record import native_config
 from hf_posswap.plotting.positions.numbers import scores_by_distance, shown
 from hf_posswap.schemes import Alibi, Kerple, Learned, Mechanism, Native, Rope, Scheme, SSMax, Sum, make_scheme, native
@@ -425,3 +426,32 @@ def test_a_picture_shows_what_native_stands_for_or_is_refused() -> None:
     for scheme, geometry, says in ((native() + Alibi(), plain, "none is given here"), (SSMax(), rotary, "draw a sum")):
         with pytest.raises(OptionError, match=says):
             shown(scheme, geometry)
+
+
+@pytest.mark.parametrize("scheme", ["native + ssmax", "rope + alibi + ssmax"])
+def test_padding_whose_positions_are_below_zero_makes_no_row_nan(scheme: str) -> None:
+    ids, model = words(2, LENGTH), patch_model(build("llama"), scheme)
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    got = logits(model, padded, attention_mask=mask, position_ids=mask.cumsum(dim=-1) - 1)  # -1 where padded
+    assert bool(got.isfinite().all())
+    assert torch.allclose(got[:, 5:], logits(model, ids), atol=1e-4)
+
+
+def test_a_kept_rotation_beyond_its_window_or_that_follows_the_length_is_told() -> None:
+    plan = plan_swap(build("llama"), "native + alibi", max_length=4096)
+    assert any("angles that the weights have not seen" in note for note in plan.notes)
+    assert paged_problem(plan_swap(build("llama"), "native + alibi")) is None
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    problem = paged_problem(plan_swap(build("llama", rope_parameters=dynamic), "native + alibi"))
+    assert problem is not None
+    assert "follows the length" in problem
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_layer_may_have_a_sum(name: str) -> None:
+    ids, model, same = words(2, LENGTH), build(name), build(name)
+    patch_model(model, {0: "rope + alibi", 1: "rope + alibi"})
+    patch_model(same, "rope + alibi")
+    assert torch.allclose(logits(model, ids), logits(same, ids), atol=1e-5)
+    assert verify_swap(model)

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttention
 from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.patching.sites.rotary.edits import KeepRotary
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.mechanism import Mechanism
 
@@ -35,6 +36,8 @@ def paged_problem(plan: SwapPlan) -> str | None:
         return f"the attention of {plan.model} does not use transformers' attention interface"
     if any(isinstance(scheme, Blend) for scheme in plan.schemes.values()):
         return "its swap is unfinished (a blend): end it with hf_posswap.finish_blend, and save again"
+    if any(isinstance(edit, KeepRotary) and edit.follows_length for edit in plan.edits):
+        return f"the rotation that {plan.model} keeps follows the length, and one batch has texts of many lengths"
     problems = (_problem(scheme, mechanism) for _, scheme, mechanism in mechanisms_of(plan))
     return next((problem for problem in problems if problem is not None), None)
 

@@ -55,7 +55,7 @@ class _Trial:
         if self.mechanism.rotates:
             outputs += self._rotations()
         if self.mechanism.splits:
-            self._called("pieces", self.queries, self.keys)
+            self._pieces()
         if self.mechanism.scales:
             outputs += self._scales()
         if self.mechanism.biases:
@@ -80,6 +80,18 @@ class _Trial:
                 width = size * self.mechanism.keys_per_token
                 self._check("rotate_key", turned, [(2, g.num_kv_heads, 3, width)], dtype)
                 yield turned
+
+    def _pieces(self) -> None:
+        g = self.geometry
+        query = torch.randn(2, g.num_heads, len(_QUERIES[0]), g.head_dim)
+        key = torch.randn(2, g.num_kv_heads, len(_KEYS[0]), g.head_dim)
+        for piece in self._called("pieces", self.queries, self.keys):
+            for name, raw in (("rotate_query", query), ("rotate_key", key)):
+                try:
+                    turned = getattr(piece, name)(raw, 0, raw.shape[2])
+                except Exception as error:  # arbitrary code of a scheme
+                    raise self._wrong("pieces", f"cannot {name}: {type(error).__name__}: {error}", "pieces") from error
+                self._check(f"{name} of a piece", turned, [tuple(raw.shape)])
 
     def _scales(self) -> Iterator[Tensor]:
         for positions in (self.queries, self.queries[:1]):

@@ -15,6 +15,7 @@ from hf_posswap.patching.edits.continuous_batching import (
 )
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import replace_child, restore_child
+from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
 from hf_posswap.patching.sites.rotary.matching import matches, turns_nothing
 from hf_posswap.patching.sites.rotary.modules import KeepAngles, NeutralRotary, rebuilt
 from hf_posswap.patching.sites.rotary.native_config import with_real_dtype
@@ -147,8 +148,11 @@ class KeepRotary(Edit):
         allow_continuous_batching(model)
 
     def check(self, model: Any) -> str | None:
-        gone = isinstance(model.get_submodule(self.path), NeutralRotary)
-        return "the native rotation is gone" if gone else None
+        rotary = model.get_submodule(self.path)
+        if isinstance(rotary, NeutralRotary):
+            return "the native rotation is gone"
+        marked = POSSWAP_ROPE_TYPE in str(getattr(rotary.config, "rope_parameters", None))
+        return "the rotary module reads the config that is marked for stock transformers to refuse" if marked else None
 
     def reload(self, model: Any) -> None:
         """Nothing: no stock class loads a scheme inside attention."""

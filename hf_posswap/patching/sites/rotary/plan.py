@@ -103,8 +103,13 @@ def _keep(context: SwapContext) -> PlanDraft:
         for path in stack.rotary
     ]
     types = stack.rope_layer_types
-    values = refused_values(context.model, stack, types)
-    return PlanDraft(edits=[*edits], values=values, notes=list(kept_layers(stack, types)), plugin=True)
+    values, notes = refused_values(context.model, stack, types), [*kept_layers(stack, types)]
+    if context.length > context.geometry.original_length:
+        notes.append(
+            f"The rotation stays as it is: beyond {context.geometry.original_length} positions it turns by angles that "
+            "the weights have not seen. To scale it, give a scheme in place of native, such as yarn."
+        )
+    return PlanDraft(edits=[*edits], values=values, notes=notes, plugin=True)
 
 
 def _before(context: SwapContext) -> str:
