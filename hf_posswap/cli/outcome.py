@@ -134,7 +134,9 @@ class PosswapGroup(_OneLine, TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        imports, rest, number = [], [], 0
+        imports: list[str] = []
+        rest: list[str] = []
+        number = 0
         while number < end:
             option, equals, value = args[number].partition("=")
             words = args[number : number + (2 if option == _IMPORT and not equals else 1)]

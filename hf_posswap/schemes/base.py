@@ -29,11 +29,11 @@ Input = Literal["text", "images"]
 
 SCHEMES: Registry[type[Scheme]] = Registry("scheme", "hf_posswap.schemes")
 """Every scheme by its name; `Scheme.inputs` says which models each is for."""
-PARTS: Registry[type[Scheme]] = Registry("part", "hf_posswap.parts")
-"""What can only be a part of a sum, by name: `native`, `ssmax`."""
+TERMS: Registry[type[Scheme]] = Registry("term", "hf_posswap.schemes")
+"""What can only be a term of a sum, by name: `native`, `ssmax`."""
 
 _PLUS = re.compile(r"\s*\+\s*(?=[A-Za-z_])")
-"""Between the parts of a sum: "rope+alibi", "yarn:factor=4 + ssmax"; numbers such as 1e+5 have a digit after theirs."""
+"""Between the terms of a sum: "rope+alibi", "yarn:factor=4 + ssmax"; numbers such as 1e+5 have a digit after theirs."""
 _ROPE_TYPES = {name: name for name in ("linear", "dynamic", "yarn", "longrope", "llama3")} | {"default": "rope"}
 """Scheme for each `rope_type` of transformers."""
 _ROPE_FIELDS = {
@@ -99,8 +99,8 @@ class Scheme:
     kind: ClassVar[Kind]
     inputs: ClassVar[tuple[Input, ...]] = ("text",)
     """The inputs of the models that it is for."""
-    alone: ClassVar[bool] = True
-    """Whether it is a scheme by itself; False: it is a part of a sum only."""
+    standalone: ClassVar[bool] = True
+    """Whether it is a scheme by itself; False: it is only a term of a sum."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -214,7 +214,7 @@ class Scheme:
         if second.table_part is not None and first.table_part is None:
             first, second = second, first
         if first.table_part is None:
-            return SCHEMES.get("sum")(parts=(first, second))  # type: ignore[call-arg]
+            return SCHEMES.get("sum")(terms=(first, second))  # type: ignore[call-arg]
         if first.name == "together":
             both = first.inside + second  # type: ignore[attr-defined]
             return SCHEMES.get("together")(table=first.table_part, inside=both)  # type: ignore[call-arg]
@@ -296,7 +296,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
             f"a scheme is an object, a name or a dict, got {type(scheme).__name__}: {brief_repr(scheme)}."
         )
     scheme = registered_name(scheme)
-    if scheme not in SCHEMES and scheme not in PARTS:
+    if scheme not in SCHEMES and scheme not in TERMS:
         scheme, options = _from_text(scheme, options)
     cls = scheme_class(scheme)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -311,18 +311,18 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
 
 def _is_written_as_sum(text: str) -> bool:
     if re.search(r"^\s*\+|\+\s*(\+|$)", text):
-        raise SchemeError(f"a part of the sum {brief_repr(text)} is missing: write it as in native + ssmax.")
+        raise SchemeError(f"a term of the sum {brief_repr(text)} is missing: write it as in native + ssmax.")
     return is_sum(text)
 
 
-def _sum_of(parts: list[str], options: dict[str, Any]) -> Scheme:
-    """Return the sum of the schemes that each of `parts` writes."""
+def _sum_of(terms: list[str], options: dict[str, Any]) -> Scheme:
+    """Return the sum of the schemes that each of `terms` writes."""
     if options:
         raise OptionError(
-            f"options {sorted(options)} were given with the sum {' + '.join(parts)}: write them with their part, "
+            f"options {sorted(options)} were given with the sum {' + '.join(terms)}: write them with their term, "
             'as in "yarn:factor=4 + ssmax".'
         )
-    first, *others = map(make_scheme, parts)
+    first, *others = map(make_scheme, terms)
     for other in others:
         first = first + other
     return first
@@ -355,13 +355,13 @@ def scheme_class(name: str) -> type[Scheme]:
 
 
 def known_schemes() -> dict[str, type[Scheme]]:
-    """Return every scheme by its name, those too that can only be a part of a sum.
+    """Return every scheme by its name, those too that can only be a term of a sum.
 
     Example:
         >>> known_schemes().keys() - dict(SCHEMES.items()).keys() == {"native", "ssmax"}
         True
     """
-    return dict(sorted(SCHEMES.items() + PARTS.items()))
+    return dict(sorted(SCHEMES.items() + TERMS.items()))
 
 
 def class_of_text(text: str) -> type[Scheme]:
@@ -436,7 +436,7 @@ def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
 def registered_name(text: str) -> str:
     """Return `text` with its leading name in registered spelling: "ALiBi" as "alibi", "NTK-by-parts:..." likewise."""
     name, colon, fields = text.partition(":")
-    if name in SCHEMES or name in PARTS:
+    if name in SCHEMES or name in TERMS:
         return text
     plain = re.sub(r"[-_\s]", "", name).lower()
     matches = [known for known in known_schemes() if re.sub("[-_]", "", known).lower() == plain]

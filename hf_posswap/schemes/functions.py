@@ -21,8 +21,8 @@ from hf_posswap.errors import DuplicateNameError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.base import (
-    PARTS,
     SCHEMES,
+    TERMS,
     Kind,
     Scheme,
     Traits,
@@ -58,7 +58,7 @@ def rotation(
 
     Args:
         name: of the scheme, as in `patch_model(model, name)`.
-        summary: one line; None takes the first line of the docstring.
+        summary: one line; None decorator the first line of the docstring.
         source: link to the paper.
         training_free: whether a rotary model works with it untrained.
 
@@ -80,7 +80,7 @@ def rotation(
 
     def decorate(function: Function) -> type[RotaryScheme]:
         traits = Traits(training_free=training_free, shardable=True)
-        return _made(name, function, FunctionRotation, SCHEMES, summary, source, traits)
+        return _scheme_class_of(name, function, FunctionRotation, SCHEMES, summary, source, traits)
 
     return decorate
 
@@ -96,7 +96,7 @@ def bias(
 
     Args:
         name: of the scheme.
-        summary: one line; None takes the first line of the docstring.
+        summary: one line; None decorator the first line of the docstring.
         source: link to the paper.
         relative: whether only the distance matters, as it does where the function keeps to its arguments.
 
@@ -117,7 +117,7 @@ def bias(
     """
 
     def decorate(function: Function) -> type[Scheme]:
-        return _made(name, function, FunctionBias, SCHEMES, summary, source, Traits(relative=relative))
+        return _scheme_class_of(name, function, FunctionBias, SCHEMES, summary, source, Traits(relative=relative))
 
     return decorate
 
@@ -125,15 +125,15 @@ def bias(
 def query_scale(
     name: str, *, summary: str | None = None, source: str = "", causal_only: bool = False
 ) -> Callable[[Function], type[Scheme]]:
-    """Make a part, to add to a scheme, of a function that returns what multiplies the query at a position.
+    """Make a term, to add to a scheme, of a function that returns what multiplies the query at a position.
 
     The function may name `position` ([B or 1, 1, Q], float32, >= 0), `head` (0 to H - 1, [H, 1]), `heads`, `head_dim`,
     `original_length`, and returns what expands to [B or 1, H, Q]. Keyword-only parameters become fields, as
     for `rotation`. Add it by `native() + my_scale()`, or "native + my_scale".
 
     Args:
-        name: of the part.
-        summary: one line; None takes the first line of the docstring.
+        name: of the term.
+        summary: one line; None decorator the first line of the docstring.
         source: link to the paper.
         causal_only: whether it is for models that see only the past.
 
@@ -150,36 +150,37 @@ def query_scale(
         >>> log_scale_example(c=1.0).mechanism(shape).scale(torch.tensor([[0, 63, 127]]))
         tensor([[[1.0000, 1.0000, 1.6931],
                  [1.0000, 1.0000, 1.6931]]])
-        >>> PARTS.remove("log_scale_example")
+        >>> TERMS.remove("log_scale_example")
     """
 
     def decorate(function: Function) -> type[Scheme]:
         traits = Traits(relative=False, causal_only=causal_only)
-        return _made(name, function, FunctionScale, PARTS, summary, source, traits)
+        return _scheme_class_of(name, function, FunctionScale, TERMS, summary, source, traits)
 
     return decorate
 
 
-class _OfFunction:
-    """What the scheme classes made of functions share."""
+@dataclasses.dataclass(frozen=True)
+class _FunctionScheme(Scheme):
+    """Base of the scheme classes that the decorators make."""
 
-    takes: ClassVar[str]
+    decorator: ClassVar[str]
     """The decorator's name."""
     function: ClassVar[Function]
-    named: ClassVar[tuple[str, ...]]
+    argument_names: ClassVar[tuple[str, ...]]
     """The positional parameters of the function."""
-    kinds: ClassVar[dict[str, Any]]
+    field_types: ClassVar[dict[str, Any]]
     """The fields that come from the function, and their types."""
-    promised: ClassVar[Traits]
+    declared_traits: ClassVar[Traits]
 
     def __post_init__(self) -> None:
-        for field, kind in self.kinds.items():
-            object.__setattr__(self, field, _checked(self.name, field, kind, getattr(self, field)))  # type: ignore[attr-defined]
+        for field, field_type in self.field_types.items():
+            object.__setattr__(self, field, _checked(self.name, field, field_type, getattr(self, field)))
 
     @property
     def traits(self) -> Traits:
         """What the decorator was told."""
-        return self.promised
+        return self.declared_traits
 
     def value(self, geometry: Geometry, shape: tuple[int, ...], dtype: torch.dtype, **given: Any) -> Tensor:
         """Return what the function gives for what it names of `given`, expanded to `shape`.
@@ -193,42 +194,43 @@ class _OfFunction:
             "original_length": geometry.original_length,
             **given,
         }
-        fields = {field: getattr(self, field) for field in self.kinds}
+        fields = {field: getattr(self, field) for field in self.field_types}
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
         # tensors that the function makes itself stand there too, whatever the default; a graph knows no such default
         with nullcontext() if torch.compiler.is_compiling() else device:
-            made = type(self).function(**{name: known[name] for name in self.named}, **fields)
-        found = self._tensor(made, device, dtype)
+            result = type(self).function(**{name: known[name] for name in self.argument_names}, **fields)
+        tensor = self._tensor(result, device, dtype)
         try:
-            return found.expand(shape)
+            return tensor.expand(shape)
         except RuntimeError:
             raise SchemeError(
-                f"{self.name}: {self.function.__name__} gives {list(found.shape)}, expected what expands to "  # type: ignore[attr-defined]
+                f"{self.name}: {self.function.__name__} gives {list(tensor.shape)}, expected what expands to "
                 f"{list(shape)}."
             ) from None
 
-    def _tensor(self, made: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _tensor(self, result: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         try:
-            found = torch.as_tensor(made, device=device)
+            tensor = torch.as_tensor(result, device=device)
         except (RuntimeError, TypeError, ValueError):
-            found = None
-        if found is None or found.is_complex():
-            what = type(made).__name__ if found is None else str(found.dtype)
+            tensor = None
+        if tensor is None or tensor.is_complex():
+            returned = type(result).__name__ if tensor is None else str(tensor.dtype)
             raise SchemeError(
-                f"{self.name}: {self.function.__name__} gives {what}, expected a tensor of real numbers, or a number."  # type: ignore[attr-defined]
+                f"{self.name}: {self.function.__name__} gives {returned}, expected a tensor of real numbers, or a "
+                "number."
             )
-        return found.to(dtype)
+        return tensor.to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class FunctionRotation(_OfFunction, RotaryScheme):
+class FunctionRotation(_FunctionScheme, RotaryScheme):
     """Base of the schemes that `rotation` makes."""
 
-    takes: ClassVar[str] = "rotation"
+    decorator: ClassVar[str] = "rotation"
 
     def __post_init__(self) -> None:
         RotaryScheme.__post_init__(self)
-        _OfFunction.__post_init__(self)
+        _FunctionScheme.__post_init__(self)
 
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         pairs = self.rotary_dim(geometry) // 2
@@ -240,10 +242,10 @@ class FunctionRotation(_OfFunction, RotaryScheme):
 
 
 @dataclasses.dataclass(frozen=True)
-class FunctionBias(_OfFunction, Scheme):
+class FunctionBias(_FunctionScheme):
     """Base of the schemes that `bias` makes."""
 
-    takes: ClassVar[str] = "bias"
+    decorator: ClassVar[str] = "bias"
     kind: ClassVar[Kind] = "bias"
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
@@ -259,17 +261,17 @@ class FunctionBiasMechanism(DistanceMechanism):
 
     def distance_bias(self, distances: Tensor) -> Tensor:
         heads = self.geometry.num_heads
-        given = {"distance": distances.float(), "head": _numbers(heads, distances.device)}
+        given = {"distance": distances.float(), "head": _head_numbers(heads, distances.device)}
         return self.scheme.value(self.geometry, (heads, len(distances)), torch.float32, **given)
 
 
 @dataclasses.dataclass(frozen=True)
-class FunctionScale(_OfFunction, Scheme):
-    """Base of the parts that `query_scale` makes."""
+class FunctionScale(_FunctionScheme):
+    """Base of the terms that `query_scale` makes."""
 
-    takes: ClassVar[str] = "query_scale"
+    decorator: ClassVar[str] = "query_scale"
     kind: ClassVar[Kind] = "none"
-    alone: ClassVar[bool] = False
+    standalone: ClassVar[bool] = False
 
     @property
     def acts_inside(self) -> bool:
@@ -292,17 +294,17 @@ class FunctionScaleMechanism(Mechanism):
         (rows, queries), heads = query_positions.shape, self.geometry.num_heads
         given = {
             "position": query_positions.float().clamp(min=0)[:, None],
-            "head": _numbers(heads, query_positions.device),
+            "head": _head_numbers(heads, query_positions.device),
         }
         return self.scheme.value(self.geometry, (rows, heads, queries), torch.float32, **given)
 
 
-def _numbers(heads: int, device: torch.device) -> Tensor:
+def _head_numbers(heads: int, device: torch.device) -> Tensor:
     """Return 0 to H - 1, [H, 1], float32."""
     return torch.arange(heads, dtype=torch.float32, device=device)[:, None]
 
 
-def _made(
+def _scheme_class_of(
     name: str,
     function: Function,
     base: type,
@@ -315,7 +317,7 @@ def _made(
     if not inspect.isroutine(function) or inspect.isbuiltin(function):
         raise SchemeError(f"{name}: a scheme is made of a function that is written with def, got {function!r}.")
     _check_name(name, function)
-    named, fields = _parameters(name, function, base)
+    argument_names, fields = _parameters(name, function, base)
     doc = inspect.getdoc(function) or ""
     namespace = {
         "__doc__": doc or f"{name}, by the function {function.__name__}.",
@@ -324,21 +326,21 @@ def _made(
         "summary": summary or (doc.splitlines() or [f"by the function {function.__name__}"])[0].rstrip("."),
         "source": source,
         "function": staticmethod(function),
-        "named": named,
-        "kinds": {field: kind for field, (kind, _) in fields.items()},
-        "promised": traits,
+        "argument_names": argument_names,
+        "field_types": {field: field_type for field, (field_type, _) in fields.items()},
+        "declared_traits": traits,
     }
-    listed = [(field, kind, dataclasses.field(default=default)) for field, (kind, default) in fields.items()]
-    made = dataclasses.make_dataclass(function.__name__, listed, bases=(base,), namespace=namespace, frozen=True)
-    made.__qualname__ = function.__qualname__
-    made()  # the defaults are checked as any values
-    return registry.add(name, made)
+    defaults = [(field, of, dataclasses.field(default=default)) for field, (of, default) in fields.items()]
+    cls = dataclasses.make_dataclass(function.__name__, defaults, bases=(base,), namespace=namespace, frozen=True)
+    cls.__qualname__ = function.__qualname__
+    cls()  # the defaults are checked as any values
+    return registry.add(name, cls)
 
 
 def _check_name(name: Any, function: Function) -> None:
     """Refuse a name that commands could not write, or that is another scheme's in any spelling.
 
-    A function that is defined anew, in a cell of a notebook or by a reload of its module, takes its own place.
+    A function that is defined anew, in a cell of a notebook or by a reload of its module, decorator its own place.
 
     Raises:
         SchemeError: it could not be written.
@@ -351,70 +353,71 @@ def _check_name(name: Any, function: Function) -> None:
     taken = registered_name(name)
     if taken not in known_schemes():
         return
-    if taken == name and _is_anew(scheme_class(name), function):
+    if taken == name and _is_redefinition(scheme_class(name), function):
         SCHEMES.remove(name)
-        PARTS.remove(name)
+        TERMS.remove(name)
     else:
         raise DuplicateNameError(
             f"scheme {taken!r} is already registered as {scheme_class(taken)!r}; choose another name than {name!r}."
         )
 
 
-def _is_anew(registered: type, function: Function) -> bool:
+def _is_redefinition(registered: type, function: Function) -> bool:
     """Return whether a registered scheme was made of an earlier definition of `function`."""
-    place, named = (registered.__module__, registered.__qualname__), "<" not in function.__qualname__
-    return issubclass(registered, _OfFunction) and named and place == (function.__module__, function.__qualname__)
+    if not issubclass(registered, _FunctionScheme) or "<" in function.__qualname__:  # a function inside another
+        return False
+    return (registered.__module__, registered.__qualname__) == (function.__module__, function.__qualname__)
 
 
 def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
     """Return the positional parameters of a function, and type and default of its keyword-only ones."""
-    takes, named, fields = base.takes, [], {}
+    decorator, argument_names, fields = base.decorator, [], {}
     hints = _hints(name, function)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            kind = hints.get(parameter.name)
-            if kind not in (float, int, bool) and get_origin(kind) is not Literal:
+            field_type = hints.get(parameter.name)
+            if field_type not in (float, int, bool) and get_origin(field_type) is not Literal:
                 raise SchemeError(
                     f"{name}: {parameter.name} of {function.__name__} becomes a field of the scheme, so it needs a "
-                    f"type, float, int, bool or Literal[...], got {'none' if kind is None else kind}."
+                    f"type, float, int, bool or Literal[...], got {'none' if field_type is None else field_type}."
                 )
             if hasattr(base, parameter.name):
-                before = ", or give it before the *" if parameter.name in _GIVEN[takes] else ""
+                before = ", or give it before the *" if parameter.name in _GIVEN[decorator] else ""
                 raise SchemeError(
                     f"{name}: a scheme has its own {parameter.name}: call this field of {function.__name__} otherwise"
                     f"{before}."
                 )
             if parameter.default is parameter.empty:
                 raise SchemeError(f"{name}: {parameter.name} of {function.__name__} needs a default.")
-            fields[parameter.name] = kind, parameter.default
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in _GIVEN[takes]:
-            named.append(parameter.name)
+            fields[parameter.name] = field_type, parameter.default
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in _GIVEN[decorator]:
+            argument_names.append(parameter.name)
         else:
             raise SchemeError(
-                f"{name}: {function.__name__} names {parameter.name!r}; a {takes} is given "
-                f"{', '.join(_GIVEN[takes])} by name, and its fields are keyword-only, behind a *."
+                f"{name}: {function.__name__} names {parameter.name!r}; a {decorator} is given "
+                f"{', '.join(_GIVEN[decorator])} by name, and its fields are keyword-only, behind a *."
             )
-    return tuple(named), fields
+    return tuple(argument_names), fields
 
 
 def _hints(name: str, function: Function) -> dict[str, Any]:
     """Return the types of the keyword-only parameters of a function, by name."""
     fields = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    written = {field: kind for field, kind in function.__annotations__.items() if field in fields}
+    annotations = {name: text for name, text in function.__annotations__.items() if name in fields}
     try:
-        return get_type_hints(SimpleNamespace(__annotations__=written), globalns=function.__globals__)
+        return get_type_hints(SimpleNamespace(__annotations__=annotations), globalns=function.__globals__)
     except (NameError, TypeError, SyntaxError, AttributeError) as error:
         raise SchemeError(f"{name}: the types of the fields of {function.__name__} cannot be read: {error}.") from error
 
 
-def _checked(owner: str, field: str, kind: Any, value: Any) -> Any:
-    if kind is float:
+def _checked(owner: str, field: str, field_type: Any, value: Any) -> Any:
+    if field_type is float:
         return checks.number(owner, field, value)
-    if kind is int:
+    if field_type is int:
         return checks.whole(owner, field, value, minimum=-(2**31), maximum=2**31)
-    if kind is bool:
+    if field_type is bool:
         if not isinstance(value, bool):
             raise SchemeError(f"{owner}: {field} must be True or False, got {value!r}.")
         return value
-    checks.choice(owner, field, value, get_args(kind))
+    checks.choice(owner, field, value, get_args(field_type))
     return value

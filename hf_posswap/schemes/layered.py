@@ -21,7 +21,7 @@ from hf_posswap.schemes.rope import Rope, own_rope
 def combined(schemes: Iterable[Scheme]) -> Traits:
     """Return the guarantees of a model with several schemes; NoPE in some layers leaves an encoder order-aware."""
     members = list(schemes)
-    seeing = [scheme for scheme in members if scheme.kind != "none" or not scheme.alone] or members
+    seeing = [scheme for scheme in members if scheme.kind != "none" or not scheme.standalone] or members
     return Traits(
         prefix_consistent=all(scheme.traits.prefix_consistent for scheme in members),
         causal_only=any(scheme.traits.causal_only for scheme in seeing),
@@ -32,14 +32,14 @@ def combined(schemes: Iterable[Scheme]) -> Traits:
     )
 
 
-def inside(owner: str, field: str, value: Any, *, part: bool = False) -> Scheme:
-    """Return `value` as a scheme if it acts inside attention or does nothing; with `part` also if it only adds to one.
+def inside(owner: str, field: str, value: Any, *, term: bool = False) -> Scheme:
+    """Return `value` as a scheme if it acts inside attention or does nothing; with `term` also if it only adds to one.
 
     Raises:
         SchemeError: it is a table, or itself combines several schemes.
     """
     scheme = make_scheme(value)
-    if not scheme.only_inside or not (scheme.alone or part):
+    if not scheme.only_inside or not (scheme.standalone or term):
         raise SchemeError(
             f"{owner}: {field} must be a scheme that acts inside attention (rope, alibi, ...) or nope, got {scheme}."
         )

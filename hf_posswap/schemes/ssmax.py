@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import PARTS, Kind, Scheme, Traits
+from hf_posswap.schemes.base import TERMS, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.mechanism import Mechanism
 
 
-@PARTS.register("ssmax")
+@TERMS.register("ssmax")
 @dataclass(frozen=True)
 class SSMax(Scheme):
     """Scalable-Softmax: the scores of a query that sees n keys are multiplied by s_h ln n, s_h learned by head.
@@ -40,7 +40,7 @@ class SSMax(Scheme):
     summary: ClassVar[str] = "Scalable-Softmax: learned query scale s ln n; to add to another scheme"
     source: ClassVar[str] = "https://arxiv.org/abs/2501.19399"
     kind: ClassVar[Kind] = "none"
-    alone: ClassVar[bool] = False
+    standalone: ClassVar[bool] = False
 
     s: float | None = None
 

@@ -48,7 +48,7 @@ class Together(Scheme):
                 f"{self.name}: {table.name} would replace a table that native keeps: give {table.name} alone, or add "
                 "to native what acts inside attention (alibi, rope, ssmax)."
             )
-        within = inside(self.name, "inside", within, part=True)
+        within = inside(self.name, "inside", within, term=True)
         if not within.acts_inside:
             raise SchemeError(f"{self.name}: a table with {within} is only the table: use {table.name}.")
         object.__setattr__(self, "table", table)

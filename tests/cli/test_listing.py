@@ -23,7 +23,7 @@ from hf_posswap.families import FAMILIES
 from hf_posswap.patching.inspect import census
 from hf_posswap.patching.inspect.census import ClassEntry
 from hf_posswap.schemes import SCHEMES
-from hf_posswap.schemes.base import PARTS
+from hf_posswap.schemes.base import TERMS
 from tests.cli.conftest import ROOT, Posswap
 
 COMMANDS = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def test_schemes_as_json_are_all_there_with_their_traits(posswap: Posswap) -> No
     run = posswap("schemes", "--json")
     listed = {scheme["name"]: scheme for scheme in json.loads(run.stdout)}
     assert (run.returncode, run.stderr) == (0, "")
-    assert set(listed) == {*SCHEMES, *PARTS}
+    assert set(listed) == {*SCHEMES, *TERMS}
     assert listed["nope"]["traits"]["causal_only"] is True
     assert listed["dynamic"]["traits"]["prefix_consistent"] is False
     assert listed["sinusoidal"]["traits"]["unbounded"] is False

@@ -111,8 +111,8 @@ def test_the_logit_scale_is_one_plus_c_ln_s(geometry: Geometries, pin: int | Non
         (lambda: native() + native(), "sum: native stands for all that the model has, so give it once."),
         (lambda: native() + Learned(), "together: learned would replace a table that native keeps"),
         (lambda: Learned() + Sinusoidal(), "together: inside must be a scheme that acts inside attention"),
-        (lambda: Sum(parts="rope"), "sum: parts must be a list of schemes, got 'rope'."),
-        (lambda: Sum(parts=("rope",)), "sum: parts must be at least two schemes, got rope."),  # type: ignore[arg-type]
+        (lambda: Sum(terms="rope"), "sum: terms must be a list of schemes, got 'rope'."),
+        (lambda: Sum(terms=("rope",)), "sum: terms must be at least two schemes, got rope."),  # type: ignore[arg-type]
         (lambda: Rope().per_layer({0: "ssmax"}), "layers[0] must be a scheme that acts inside attention"),
         (lambda: SSMax(s=0.0), "ssmax: s must be"),
         (lambda: Blend(new=Blend()), "blend: new must be one scheme, not several in one, got blend("),

@@ -19,7 +19,7 @@ from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import DuplicateNameError, OptionError, RecordError, SchemeError
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.schemes import SCHEMES, bias, make_scheme, native, query_scale, rotation
-from hf_posswap.schemes.base import PARTS, known_schemes
+from hf_posswap.schemes.base import TERMS, known_schemes
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils.user_modules import import_module
 from tests.checkpoints import fresh
@@ -34,7 +34,7 @@ LENGTH = 24
 
 def forget() -> None:
     for scheme in (clipped_rope, window_bias, log_scale):
-        (PARTS if scheme is log_scale else SCHEMES).remove(scheme.name)  # type: ignore[attr-defined]
+        (TERMS if scheme is log_scale else SCHEMES).remove(scheme.name)  # type: ignore[attr-defined]
 
 
 forget()  # importing them has registered them; other tests must not meet them
@@ -43,7 +43,7 @@ forget()  # importing them has registered them; other tests must not meet them
 @pytest.fixture
 def registered() -> Iterator[None]:
     for scheme in (clipped_rope, window_bias, log_scale):
-        (PARTS if scheme is log_scale else SCHEMES).add(scheme.name, scheme)  # type: ignore[attr-defined]
+        (TERMS if scheme is log_scale else SCHEMES).add(scheme.name, scheme)  # type: ignore[attr-defined]
     yield
     forget()
 
@@ -205,7 +205,7 @@ def made() -> Iterator[Any]:
     yield lambda take, function: take("made-here")(function)
     for name in set(known_schemes()) - before:
         SCHEMES.remove(name)
-        PARTS.remove(name)
+        TERMS.remove(name)
 
 
 def test_numbers_lists_and_tensors_of_the_functions_own_are_results(made: Any, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_result_that_depends_on_the_other_positions_is_refused(made: Any) -> N
     made(query_scale, by_longest)
     with pytest.raises(SchemeError, match="scale of .* differs from itself by .*, expected the same for a position"):
         patch_model(build("llama"), "native + made-here")
-    PARTS.remove("made-here")
+    TERMS.remove("made-here")
     made(bias, by_farthest)
     with pytest.raises(SchemeError, match="distance_bias of .* differs from itself by .* the same for a distance"):
         patch_model(build("llama"), "native + made-here")
@@ -299,7 +299,7 @@ def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
             patch_model(build("llama"), native() + no_number())
     finally:
         SCHEMES.remove("three-angles")
-        PARTS.remove("nan-scale")
+        TERMS.remove("nan-scale")
 
 
 @pytest.fixture

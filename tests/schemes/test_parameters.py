@@ -71,7 +71,7 @@ CHOICES: dict[str, list[str]] = {
 FLAGS = ["truncate", "log_scaling"]
 TABLES = ["start"]
 """Lists of lists of numbers: see the test of their scheme."""
-NESTED = ["layers", "default", "rotary", "table", "inside", "new", "parts"]
+NESTED = ["layers", "default", "rotary", "table", "inside", "new", "terms"]
 """Those that hold schemes or layers: see test_composition.py."""
 
 FIELDS = [

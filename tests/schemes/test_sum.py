@@ -122,9 +122,9 @@ def by_hand() -> str:
 
 
 def with_scales(model: Any, scales: Tensor) -> None:
-    parts = [module for module in model.modules() if type(module).__name__ == "SSMaxMechanism"]
-    assert parts
-    for part in parts:
+    terms = [module for module in model.modules() if type(module).__name__ == "SSMaxMechanism"]
+    assert terms
+    for part in terms:
         part.s.data.copy_(scales)
 
 
@@ -242,7 +242,7 @@ def test_stock_transformers_refuses_what_keeps_the_rotation(tmp_path: Path) -> N
     [
         ("rope+alibi", Rope() + Alibi()),
         ("native + ssmax:s=0.5", native() + SSMax(s=0.5)),
-        ("yarn:factor=4+ssmax", Sum(parts=(make_scheme("yarn", factor=4), SSMax()))),
+        ("yarn:factor=4+ssmax", Sum(terms=(make_scheme("yarn", factor=4), SSMax()))),
         ("rope:base=1e+5 + kerple", Rope(base=1e5) + Kerple()),
         ("learned + rope + alibi", Learned() + (Rope() + Alibi())),
         ("alibi + learned", Learned() + Alibi()),
@@ -268,9 +268,9 @@ def test_a_sum_is_written_with_plus_signs_and_comes_back_from_its_dict(text: str
             "region by region, which takes no bias, so alibi cannot be added",
         ),
         ("llama", "ssmax + ssmax", "only scale queries, so there would be no positions"),
-        ("llama", "native +", r"a part of the sum 'native \+' is missing: write it as in native \+ ssmax"),
-        ("llama", "+ alibi", "a part of the sum .* is missing"),
-        ("llama", "native ++ alibi", "a part of the sum .* is missing"),
+        ("llama", "native +", r"a term of the sum 'native \+' is missing: write it as in native \+ ssmax"),
+        ("llama", "+ alibi", "a term of the sum .* is missing"),
+        ("llama", "native ++ alibi", "a term of the sum .* is missing"),
         ("llama", "native + ssmx", "unknown scheme 'ssmx'. Did you mean 'ssmax'?"),
         ("bert", "rope + ssmax", "^ssmax needs a causal model; BertForMaskedLM sees both sides"),
         ("bert", "native + ssmax", "^ssmax needs a causal model; BertForMaskedLM sees both sides"),
@@ -306,11 +306,11 @@ def test_a_plan_says_what_the_weights_know_of_a_sum(name: str, scheme: str, begi
 
 
 def test_native_is_found_out_and_refused_where_there_is_nothing_to_keep() -> None:
-    with pytest.raises(SchemeError, match="of='dynamic', but the model's rotation is rotary"):
-        plan_swap(build("llama"), Native(of="dynamic") + Alibi())
+    with pytest.raises(SchemeError, match="angles='dynamic', but those of the model are fixed"):
+        plan_swap(build("llama"), Native(angles="dynamic") + Alibi())
     plan = swap_plan(patch_model(build("llama"), native() + "alibi"))
     assert isinstance(plan.scheme, Sum)
-    assert plan.scheme.native == Native(of="rotary")
+    assert plan.scheme.native == Native(angles="fixed")
     plan = swap_plan(patch_model(tiny_model("BloomForCausalLM"), native() + SSMax(s=1.0)))
     assert str(plan.scheme) == "alibi + ssmax(s=1.0)"
     with pytest.raises(UnsupportedSwapError, match="positions both in a table and inside attention"):

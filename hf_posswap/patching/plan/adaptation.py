@@ -68,14 +68,14 @@ def _keeps(context: SwapContext) -> bool:
         learned = isinstance(scheme.table, Learned) and scheme.table.extend != "reinit"
         return learned and context.length == stack.geometry.original_length
     if isinstance(scheme, Sum) and stack.inside is not None:
-        return stack.table is None and native_scheme(stack.inside, stack.geometry) in scheme.parts
-    usable = isinstance(scheme, Sum) and any(_stays_usable(part, stack) for part in scheme.parts)
+        return stack.table is None and native_scheme(stack.inside, stack.geometry) in scheme.terms
+    usable = isinstance(scheme, Sum) and any(_stays_usable(term, stack) for term in scheme.terms)
     return usable or scheme.keeps_native
 
 
-def _stays_usable(part: Scheme, stack: Stack) -> bool:
-    """Return whether a part of a sum is a rotation under which a rotary model is usable untrained."""
-    return bool(stack.rotary) and isinstance(part, RotaryScheme) and _turns_native_pairs(part, stack.geometry)
+def _stays_usable(term: Scheme, stack: Stack) -> bool:
+    """Return whether a term of a sum is a rotation under which a rotary model is usable untrained."""
+    return bool(stack.rotary) and isinstance(term, RotaryScheme) and _turns_native_pairs(term, stack.geometry)
 
 
 def _of_native_bias(context: SwapContext, native: Scheme) -> str | None:

@@ -22,10 +22,10 @@ def with_native(model: Any, stack: Stack, scheme: Scheme) -> Scheme:
     """Return `scheme` with what a model of this `stack` has in the place of `native`; a rotation stays `native`.
 
     Raises:
-        SchemeError: the scheme is only a part of one.
-        UnsupportedSwapError: what the model has cannot be a part of a sum.
+        SchemeError: the scheme is only a term of a sum.
+        UnsupportedSwapError: what the model has cannot be a term of a sum.
     """
-    if not scheme.alone:
+    if not scheme.standalone:
         adding = (
             "one to it, as in native + alibi" if scheme.keeps_native else f"it to one, as in native + {scheme.name}"
         )
@@ -43,7 +43,7 @@ def with_native(model: Any, stack: Stack, scheme: Scheme) -> Scheme:
     if stack.table is not None and (stack.rotary or stack.inside is not None):
         raise UnsupportedSwapError(
             f"{type(model).__name__} has positions both in a table and inside attention, so which of them native would "
-            "keep is not clear. What works: a sum that names its parts, as rope + alibi."
+            "keep is not clear. What works: a sum that names its terms, as rope + alibi."
         )
     if stack.rotary and stack.inside is None:
         return scheme
@@ -51,7 +51,7 @@ def with_native(model: Any, stack: Stack, scheme: Scheme) -> Scheme:
         return scheme.with_native(native_scheme(stack.inside, stack.geometry))
     if stack.table is None:
         raise UnsupportedSwapError(
-            f"{type(model).__name__} has no position mechanism that native could keep. What works: the other parts."
+            f"{type(model).__name__} has no position mechanism that native could keep. What works: the other terms."
         )
     return scheme.with_native(Learned())
 

@@ -79,9 +79,9 @@ def _at_work(scheme: Scheme, model: Any, swap: AppliedSwap, stack: Stack, positi
     added = within.added if isinstance(within, Sum) else (within,)
     path = next(e.path for e in swap.plan.edits if isinstance(e, AddMechanism) and e.stack == stack.name)
     whole: Any = model.get_submodule(path)
-    parts: list[Any] = list(whole.parts) if isinstance(whole, SumMechanism) else [whole]
-    left = [part for part, made in zip(added, parts, strict=True) if not _does_nothing(made, positions, stack.geometry)]
-    left = [part for part in (table, within.native if isinstance(within, Sum) else None) if part is not None] + left
+    terms: list[Any] = list(whole.terms) if isinstance(whole, SumMechanism) else [whole]
+    left = [term for term, made in zip(added, terms, strict=True) if not _does_nothing(made, positions, stack.geometry)]
+    left = [term for term in (table, within.native if isinstance(within, Sum) else None) if term is not None] + left
     return left[0] if len(left) == 1 else scheme
 
 

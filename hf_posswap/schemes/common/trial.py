@@ -1,4 +1,4 @@
-"""A trial of a scheme inside attention: every part is called once, and its shapes, dtypes and claims are checked."""
+"""A trial of a scheme inside attention: every method is called once, and its shapes, dtypes and claims are checked."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
 
 
 def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
-    """Call each part of a resolved scheme as attention would, on two short rows, and check what it returns.
+    """Call each method of a resolved scheme as attention would, on two short rows, and check what it returns.
 
     Args:
         scheme: resolved; it acts inside attention.
         geometry: of the model.
 
     Raises:
-        SchemeError: a part raises, or returns a tensor of another shape or dtype than attention needs, a value that is
-            no number, or numbers that its other flags contradict; or its parameters get no gradient.
+        SchemeError: a method raises, or returns a tensor of another shape or dtype than attention needs, nan, or
+            numbers that the mechanism's flags contradict; or its parameters get no gradient.
     """
     with (
         without_fake_mode(),
@@ -37,9 +37,11 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
         torch.enable_grad(),
     ):
         torch.manual_seed(0)
-        for part in reversed(list(scheme.mechanism(geometry).modules())):  # the innermost first: the error names it
-            if isinstance(part, Mechanism):
-                _Trial(scheme, part, geometry).run()
+        for mechanism in reversed(
+            list(scheme.mechanism(geometry).modules())
+        ):  # the innermost first: the error names it
+            if isinstance(mechanism, Mechanism):
+                _Trial(scheme, mechanism, geometry).run()
 
 
 class _Trial:
@@ -50,7 +52,7 @@ class _Trial:
         self.queries, self.keys = torch.tensor(_QUERIES), torch.tensor(_KEYS)
 
     def run(self) -> None:
-        """Check every part that the mechanism's flags announce."""
+        """Check every method that the mechanism's flags announce."""
         outputs: list[Tensor] = []
         if self.mechanism.rotates:
             outputs += self._rotations()
@@ -72,11 +74,11 @@ class _Trial:
         for dtype in (torch.float32, torch.bfloat16):
             for positions, length in ((self.queries, lengths), (self.queries[:1], lengths[:1])):
                 query, key = (torch.randn(2, heads, 3, size).to(dtype) for heads in (g.num_heads, g.num_kv_heads))
-                made = self._called("prepare", positions, length)
-                turned = self._called("rotate_query", query, made)
+                prepared = self._called("prepare", positions, length)
+                turned = self._called("rotate_query", query, prepared)
                 self._check("rotate_query", turned, [query.shape], dtype)
                 yield turned
-                turned = self._called("rotate_key", key, made)
+                turned = self._called("rotate_key", key, prepared)
                 width = size * self.mechanism.keys_per_token
                 self._check("rotate_key", turned, [(2, g.num_kv_heads, 3, width)], dtype)
                 yield turned
@@ -126,32 +128,34 @@ class _Trial:
                 straight = -slopes[:, None, None] * distances[:, None].abs()
                 self._agree("slopes", straight, bias, "bias, -slope |distance|")
 
-    def _called(self, part: str, *arguments: Any) -> Any:
+    def _called(self, method: str, *arguments: Any) -> Any:
         try:
-            return getattr(self.mechanism, part)(*arguments)
+            return getattr(self.mechanism, method)(*arguments)
         except PosswapError:
             raise
         except Exception as error:  # arbitrary code of a scheme
-            raise self._wrong(part, f"raises {type(error).__name__}: {error}", "a result") from error
+            raise self._wrong(method, f"raises {type(error).__name__}: {error}", "a result") from error
 
-    def _check(self, part: str, value: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
+    def _check(
+        self, method: str, value: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> None:
         if not isinstance(value, Tensor):
-            raise self._wrong(part, f"gives a {type(value).__name__}", "a tensor")
+            raise self._wrong(method, f"gives a {type(value).__name__}", "a tensor")
         if tuple(value.shape) not in shapes:
             given = " or ".join(str(list(shape)) for shape in shapes)
-            raise self._wrong(part, f"gives {list(value.shape)}", f"{given}, for B=2 rows, Q=3 queries, K=4 keys")
+            raise self._wrong(method, f"gives {list(value.shape)}", f"{given}, for B=2 rows, Q=3 queries, K=4 keys")
         if value.dtype != dtype:
-            raise self._wrong(part, f"gives {value.dtype}", f"{dtype}, the dtype that it is added or attended in")
+            raise self._wrong(method, f"gives {value.dtype}", f"{dtype}, the dtype that it is added or attended in")
         if bool(value.isnan().any()):
-            raise self._wrong(part, "gives values that are no numbers (nan)", "numbers")
+            raise self._wrong(method, "gives values that are no numbers (nan)", "numbers")
 
-    def _agree(self, part: str, value: Tensor, other: Tensor, what: str, named: str = "`bias`") -> None:
+    def _agree(self, method: str, value: Tensor, other: Tensor, expected: str, other_name: str = "`bias`") -> None:
         if not torch.allclose(value.float(), other.float(), rtol=1e-4, atol=1e-5):
             differ = float((value - other).detach().abs().max())
-            raise self._wrong(part, f"differs from {named} by {differ:.3g}", f"the {what}")
+            raise self._wrong(method, f"differs from {other_name} by {differ:.3g}", f"the {expected}")
 
-    def _wrong(self, part: str, found: str, expected: str) -> SchemeError:
+    def _wrong(self, method: str, actual: str, expected: str) -> SchemeError:
         return SchemeError(
-            f"{self.scheme.name}: {part} of {type(self.mechanism).__name__} {found}, expected {expected}. "
-            "See hf_posswap.schemes.mechanism.Mechanism for what each part returns."
+            f"{self.scheme.name}: {method} of {type(self.mechanism).__name__} {actual}, expected {expected}. "
+            "See hf_posswap.schemes.mechanism.Mechanism for what each method returns."
         )

@@ -103,8 +103,8 @@ def _native_table(context: SwapContext, path: str) -> str | None:
     if is_native(context):
         return path
     native = native_scheme(context.stack.inside, context.geometry)
-    if isinstance(context.scheme, Sum) and native in context.scheme.parts:
-        return f"{path}.parts.{context.scheme.added.index(native)}"
+    if isinstance(context.scheme, Sum) and native in context.scheme.terms:
+        return f"{path}.terms.{context.scheme.added.index(native)}"
     return None
 
 
