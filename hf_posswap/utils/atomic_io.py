@@ -216,6 +216,8 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """
     try:
         return read_bounded_json(path, most)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"cannot read {shown(path)}: there is no such file; give the path of one.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {shown(path)}: {error}. Delete it to have it made again.") from error
 
