@@ -239,7 +239,7 @@ def _check_length(settings: DataSettings, target: int) -> None:
     if settings.length > target:
         raise DataError(
             f"windows of {settings.length} tokens do not fit into the {target} positions that the model is meant for: "
-            "take a smaller length, or swap with a larger max_length."
+            "take a smaller data.length, or a larger swap.max_length."
         )
     if settings.packing in _JUMPING and settings.length == target:
         raise DataError(
