@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from hf_posswap.cli.completing import scheme_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import shown
-from hf_posswap.utils.gguf_source import SUFFIX, gguf_path, on_hub
+from hf_posswap.utils.gguf_source import gguf_path, is_gguf, on_hub
 from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.user_paths import expand_home
 
@@ -132,14 +133,17 @@ def source_of(model: str, gguf_file: str | None = None) -> str:
     """
     path = expand_home(model)
     if model and gguf_file is not None:
-        return gguf_path(str(path) if path.exists() else source_of(model), gguf_file)
-    if model and path.is_dir():
+        return gguf_path(str(path) if os.path.exists(path) else source_of(model), gguf_file)
+    if model and os.path.isdir(path):
         return str(path)
-    if model and path.suffix.lower() == SUFFIX and (path.exists() or on_hub(model)):
-        return str(path) if path.exists() else model
-    if model and path.exists():
+    if model and is_gguf(path):
+        return str(path)
+    if model and not os.path.exists(path) and on_hub(model):
+        return model
+    if model and os.path.exists(path):
         raise CheckpointError(
-            f"{model} is a file; give the folder that holds the model's config.json, or a GGUF file ({SUFFIX})."
+            f"{model} is a file; give the folder that holds the model's config.json, or a GGUF file, "
+            "which begins with the bytes GGUF."
         )
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         raise CheckpointError(f"{model!r} does not exist; give a folder that holds a config.json, or a Hub id.")

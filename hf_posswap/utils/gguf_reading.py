@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.card_data import CARD, header
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.gguf_auto import read_gguf_config, read_gguf_model
+from hf_posswap.utils.gguf_auto import count_gguf_weights, read_gguf_config, read_gguf_model
+from hf_posswap.utils.gguf_header import read_gguf
 from hf_posswap.utils.gguf_rope import FACTOR_TENSORS, rope_parameters
 from hf_posswap.utils.gguf_tokenizer import write_tokenizer
+from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.threads import PROCESS, quiet_logger
 
 _SAME: dict[str, tuple[str, ...]] = {
@@ -68,14 +71,20 @@ def write_folder(path: Path, folder: Path) -> list[str]:
     Raises:
         CheckpointError: the file is damaged, or holds what transformers cannot express or would read wrongly.
     """
-    import gguf
-
+    reader = read_gguf(path)
     try:
-        reader: Any = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except Exception as error:  # gguf checks nothing: a short or damaged file fails anywhere in it
-        raise CheckpointError(f"cannot read {path}: {said_by(error)}. Get the file again from its source.") from error
+        return _write_folder(path, folder, fields, {tensor.name: tensor for tensor in reader.tensors})
+    except PosswapError:
+        raise
+    except Exception as error:  # a key of another type than it should have fails anywhere
+        raise CheckpointError(
+            f"{shown(path)} cannot be converted: {said_by(error)}. Its keys or tensors are not what their names say. "
+            "Get the file again from its source."
+        ) from error
+
+
+def _write_folder(path: Path, folder: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or not tensors:
         raise CheckpointError(f"{path} holds no model: {len(tensors)} tensors, of architecture {architecture!r}.")
@@ -90,6 +99,7 @@ def write_folder(path: Path, folder: Path) -> list[str]:
             "of others it is not proved that transformers reads them rightly. Take the checkpoint that the file was "
             "made from."
         )
+    _refuse_missing_layers(path, fields.get(f"{architecture}.block_count"), tensors)
     with PROCESS, quiet_logger("transformers", logging.ERROR):  # it changes the default dtype of the process meanwhile
         config = _config(path, architecture, fields, tensors)
         model = _model(path, config, tensors)
@@ -101,6 +111,16 @@ def write_folder(path: Path, folder: Path) -> list[str]:
     return write_tokenizer(path, folder, fields, config)
 
 
+def _refuse_missing_layers(path: Path, layers: Any, tensors: dict[str, Any]) -> None:
+    """Refuse a number of layers that is not that of the tensors, before a config or a model of it is built."""
+    held = len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
+    if layers != held:
+        raise CheckpointError(
+            f"{shown(path)} says {brief_repr(layers, 80)} layers (block_count), and has tensors of {held}: it is "
+            "damaged. Get the file again from its source."
+        )
+
+
 def _card(path: Path, fields: dict[str, Any]) -> str:
     """Return a model card with the licence and the languages of the file."""
     keys = {
@@ -110,7 +130,8 @@ def _card(path: Path, fields: dict[str, Any]) -> str:
         "language": "languages",
     }
     data = {name: fields[f"general.{key}"] for name, key in keys.items() if fields.get(f"general.{key}")}
-    return f"{header(data)}# {fields.get('general.name', path.stem)}\n\nConverted from {path.name} by hf_posswap.\n"
+    name = printable(fields.get("general.name", path.stem), 200)
+    return f"{header(data)}# {name}\n\nConverted from {printable(path.name)} by hf_posswap.\n"
 
 
 def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Any:
@@ -205,7 +226,10 @@ def _set(config: Any, name: str, value: Any) -> bool:
 def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
     """Return the model with the weights of the file, each of which has landed in it."""
     dtype = _dtype(tensors)
+    in_file = sum(math.prod(map(int, t.shape)) for name, t in tensors.items() if name not in FACTOR_TENSORS)
     try:
+        if (expected := count_gguf_weights(config)) > 2 * in_file:  # before memory is taken; tied weights count twice
+            raise ValueError(f"by its keys the model has {expected} weights, and the file holds {in_file}")
         loaded, info = read_gguf_model(path, config, dtype)
     except Exception as error:
         raise CheckpointError(
@@ -218,7 +242,6 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
             f"the weights in {path} do not fill a {type(loaded).__name__}: {wrong}. Take the checkpoint that the file "
             "was made from."
         )
-    in_file = sum(math.prod(map(int, t.shape)) for name, t in tensors.items() if name not in FACTOR_TENSORS)
     in_model = sum(parameter.numel() for parameter in loaded.parameters())
     if in_file != in_model:
         biases = sorted({_kind(name) for name in tensors if name.endswith(".bias")})

@@ -18,14 +18,15 @@ from filelock import FileLock
 
 from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError
 from hf_posswap.utils.atomic_io import cache_folder, read_object, replacing, shown, writable_folder, write_json
+from hf_posswap.utils.gguf_header import MAGIC
 from hf_posswap.utils.hub_session import hub_reading
+from hf_posswap.utils.printable import printable
 
 SUFFIX = ".gguf"
 NOTES = "gguf.json"
 """In a converted folder: what it was made from, and what could not be kept."""
-_FORMAT = 7
+_FORMAT = 8
 """Of converted folders: a higher number has all of them made again."""
-_MAGIC = b"GGUF"
 _SAMPLES, _SAMPLE = 64, 2**16
 """Pieces of a file that its key is made from, and the bytes of each."""
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -77,15 +78,27 @@ def on_hub(source: str) -> bool:
     return _HUB_FILE.fullmatch(source) is not None
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether `path` is a file that is to be read as GGUF: by its first bytes, or by its name.
+
+    Example:
+        >>> is_gguf(Path("missing.gguf"))
+        False
+    """
+    return os.path.isfile(path) and (path.suffix.lower() == SUFFIX or _begins(path) == MAGIC)
+
+
 def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, Any]) -> Path | None:
     """Return the GGUF file that is meant; None: `source` is none and has none."""
     path = Path(source)
     if gguf_file is not None:
         gguf_path(str(source), gguf_file)  # raises
         return _named_file(source, str(gguf_file), hub)
-    if path.is_file():
-        return _checked(path) if path.suffix.lower() == SUFFIX or _begins(path) == _MAGIC else None
-    if path.is_dir():
+    if is_gguf(path):
+        return _checked(path)
+    if os.path.isfile(path):
+        return None
+    if os.path.isdir(path):
         return _only_file(path)
     if path.suffix.lower() != SUFFIX:
         return None
@@ -97,11 +110,11 @@ def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, Any]) -> 
 
 def _named_file(source: str | Path, name: str, hub: dict[str, Any]) -> Path:
     folder = Path(source)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         path = folder / name
-        if not path.is_file():
+        if not os.path.isfile(path):
             there = ", ".join(each.name for each in _files_in(folder)) or "none"
-            raise CheckpointError(f"{shown(folder)} has no file {name}. GGUF files there: {there}.")
+            raise CheckpointError(f"{shown(folder)} has no file {printable(name, 200)}. GGUF files there: {there}.")
         return _checked(path)
     return _checked(_downloaded(str(source), name, **hub))
 
@@ -137,16 +150,16 @@ def _only_file(folder: Path) -> Path | None:
 def _begins(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(len(_MAGIC))
+            return file.read(len(MAGIC))
     except OSError as error:
         raise CheckpointError(f"cannot read {shown(path)}: {error.strerror or error}.") from error
 
 
 def _checked(path: Path) -> Path:
     begins = _begins(path)
-    if begins != _MAGIC:
+    if begins != MAGIC:
         raise CheckpointError(
-            f"{shown(path)} is not a GGUF file: it begins with {begins!r} and not with {_MAGIC!r}. Get it again from "
+            f"{shown(path)} is not a GGUF file: it begins with {begins!r} and not with {MAGIC!r}. Get it again from "
             "its source; of a repository with Git LFS, the file and not its pointer."
         )
     parts = _SPLIT.search(path.name)
@@ -164,17 +177,28 @@ def _converted(path: Path) -> str:
     """Return the folder made from `path`, which is made where the cache has none; warn of what could not be kept."""
     from hf_posswap.utils.gguf_reading import write_folder
 
-    folder = cache_folder(None) / "gguf" / _key(path) / path.name.removesuffix(SUFFIX)
+    folder = cache_folder(None) / "gguf" / _key(path) / _folder_name(path)
     if not (folder / NOTES).is_file():
         with FileLock(writable_folder(folder.parent) / ".lock"):  # the others of several processes wait
             if not (folder / NOTES).is_file():
                 with replacing(folder) as temporary:
                     temporary.mkdir()
                     lost = write_folder(path, temporary)
-                    write_json(temporary / NOTES, {"file": path.name, "lost": lost})
+                    write_json(temporary / NOTES, {"file": printable(path.name), "lost": [*map(printable, lost)]})
     for sentence in read_object(folder / NOTES, lost=list)["lost"]:
-        warnings.warn(f"{path.name}: {sentence}", UserWarning, stacklevel=3)
+        warnings.warn(f"{printable(path.name)}: {sentence}", UserWarning, stacklevel=3)
     return str(folder)
+
+
+def _folder_name(path: Path) -> str:
+    """Return the name of the file without its suffix, in characters that every library takes in a path.
+
+    Example:
+        >>> _folder_name(Path("my model.gguf")), _folder_name(Path("a\\x1b[31m\\udcff")), _folder_name(Path(".gguf"))
+        ('my model', 'a_[31m_', 'model')
+    """
+    name = path.name[: -len(SUFFIX)] if path.name.lower().endswith(SUFFIX) else path.name
+    return "".join(letter if letter.isprintable() else "_" for letter in name).strip(" .")[:80] or "model"
 
 
 def _key(path: Path) -> str:

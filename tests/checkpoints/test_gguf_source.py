@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
+import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from hf_posswap import patch_model
 from hf_posswap.checkpoints.doctor_checks import doctor
 from hf_posswap.checkpoints.exports import export
 from hf_posswap.cli import app
+from hf_posswap.cli.outcome import Code
 from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError, UnsupportedModelError
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils import gguf_source, gguf_tokenizer
@@ -317,6 +320,147 @@ def test_what_is_no_file_of_a_whole_model_is_told_apart(tmp_path: Path, monkeypa
     monkeypatch.setattr(gguf_source, "find_spec", lambda _: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'hf-posswap\[gguf\]'"):
         hf_posswap.load(path)
+
+
+HOSTILE = os.fsdecode(b"m\xff\x1b[31m\n" + b"a" * 180)
+"""A name of bytes that are no text, and that color a terminal."""
+
+
+@pytest.mark.filterwarnings("ignore:.*its tokenizer, of kind:UserWarning")
+@pytest.mark.parametrize("suffix", [".gguf", ".bin", ""])
+def test_a_file_is_known_by_its_first_bytes_whatever_its_name(suffix: str, tmp_path: Path) -> None:
+    path, model = written(tmp_path)
+    named = Path(shutil.copy(path, tmp_path / f"{HOSTILE}{suffix}"))
+    edited(path, tmp_path / "b.gguf", {"tokenizer.ggml.model": "\x1b[31m\nred", "general.name": "\x1b[31m\n# red"})
+    shutil.copy(tmp_path / "b.gguf", named)
+    with pytest.warns(UserWarning, match=r"its tokenizer, of kind") as caught:
+        assert gap(model, hf_posswap.load(named)) == 0.0
+    card = (Path(checkpoint_of(named)) / "README.md").read_text()
+    for text in (*(str(each.message) for each in caught), *card.splitlines()):
+        assert text.isprintable(), text
+    for command in (["explain", str(named), "linear:factor=2"], ["doctor", str(named)], ["check", str(named)]):
+        done = CliRunner().invoke(app, command, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert "\x1b" not in done.output
+    out = tmp_path / "out.gguf"
+    export(named, "llamacpp", out)
+    assert gap(model, hf_posswap.load(out)) == 0.0
+    named.write_bytes(b"GGUF\x03")
+    done = CliRunner().invoke(app, ["explain", str(named), "linear:factor=2"])
+    assert done.exit_code == Code.FILES
+    assert "it ends at byte 5, and the version at byte 4 takes 4 bytes" in " ".join(done.output.split())
+    assert "\x1b" not in done.output
+
+
+def assert_refused_or_read(path: Path) -> bool:
+    """Return whether the file was refused, by a message in one printable line that says what to do."""
+    message = None
+    try:
+        hf_posswap.load(path)
+    except CheckpointError as error:
+        message = str(error)
+    if message is not None:
+        assert message.isprintable()
+        assert len(message) < 2000
+        assert re.search("Get |Take |holds no model", message)
+    return message is not None
+
+
+def test_a_file_that_ends_at_any_byte_is_refused(tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    content, header = path.read_bytes(), gguf.GGUFReader(path).data_offset
+    ends = sorted({*range(0, header, 5), *np.random.default_rng(0).integers(header, len(content), 50).tolist()})
+    assert len(ends) > 400
+    for end in (*ends, len(content) - 1):
+        (tmp_path / "short.gguf").write_bytes(content[:end])
+        assert assert_refused_or_read(tmp_path / "short.gguf"), end
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_byte_of_the_header_that_changes_ends_in_a_message_or_a_model(tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    content, random = path.read_bytes(), np.random.default_rng(0)
+    header = gguf.GGUFReader(path).data_offset
+    refused = 0
+    for at in random.integers(0, header, 200).tolist():
+        changed = bytearray(content)
+        changed[at] ^= int(random.integers(1, 256))
+        (tmp_path / "changed.gguf").write_bytes(changed)
+        refused += assert_refused_or_read(tmp_path / "changed.gguf")
+    assert refused > 150
+
+
+def packed(keys: bytes = b"", *, counts: tuple[int, int] = (0, 1), version: int = 3, tensors: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, *counts) + keys + tensors
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def tensor(*shape: int, kind: int = 0, offset: int = 0, name: bytes = b"t") -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+ABSURD: dict[str, tuple[bytes, str]] = {
+    "keys": (packed(counts=(0, 2**63)), "it says that it has 9223372036854775808 keys"),
+    "tensors": (packed(counts=(2**40, 0)), "it says that it has 1099511627776 tensors"),
+    "version": (packed(version=9), "it is of version 9, and versions 2 and 3 are read here"),
+    "other byte order": (packed(version=3 << 24), "its numbers are big-endian"),
+    "a name": (packed(struct.pack("<Q", 2**62)), "4611686018427387904 bytes of a text"),
+    "no text": (packed(text(b"\xff\x1b[31m")), r"the name of key 0 is b'.xff.x1b\[31m', which is not UTF-8"),
+    "an array": (packed(text(b"k") + struct.pack("<IIQ", 9, 4, 2**40)), "1099511627776 values in arrays"),
+    "an array that ends": (packed(text(b"k") + struct.pack("<IIQ", 9, 4, 99)), "takes 396 bytes: it is truncated"),
+    "arrays in arrays": (packed(text(b"k") + struct.pack("<IIQ", 9, 9, 1)), "is an array of type 9"),
+    "a token": (
+        packed(text(b"k") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + text(b"\xe9")),
+        r"entry 1 of the value of 'k' is b'.xe9', which is not UTF-8",
+    ),
+    "a key twice": (packed((text(b"k") + struct.pack("<II", 4, 1)) * 2, counts=(0, 2)), "it has the key 'k' twice"),
+    "a type": (packed(text(b"k") + struct.pack("<I", 77)), "is of type 77, which GGUF does not have"),
+    "alignment": (packed(text(b"general.alignment") + struct.pack("<II", 4, 24)), "24, of type 4, and a power of two"),
+    "dimensions": (packed(counts=(1, 0), tensors=tensor(*[1] * 9)), "has 9 dimensions, and 1 to 4 are expected"),
+    "a shape": (packed(counts=(1, 0), tensors=tensor(2**63, 2**63)), "it ends at byte 65, and tensor 't' at byte"),
+    "no weights": (packed(counts=(1, 0), tensors=tensor(0)), "its rows consist of blocks of 1 weights"),
+    "half a block": (packed(counts=(1, 0), tensors=tensor(33, kind=8)), "its rows consist of blocks of 32 weights"),
+    "a type of tensors": (packed(counts=(1, 0), tensors=tensor(1, kind=99)), "is of type 99, which gguf does not know"),
+    "one place": (
+        packed(counts=(2, 0), tensors=tensor(8) + tensor(8, name=b"u")) + bytes(99),
+        "the data of tensor 'u' begin at 0, and at a multiple of 32 from 32 on is expected",
+    ),
+    "one name": (packed(counts=(2, 0), tensors=tensor(8) + tensor(8, offset=32)) + bytes(99), "have the same name"),
+}
+
+
+@pytest.mark.parametrize("case", list(ABSURD))
+def test_counts_and_sizes_that_cannot_be_are_refused_as_model_and_as_vocabulary(case: str, tmp_path: Path) -> None:
+    content, message = ABSURD[case]
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"cannot read .*m.gguf: .*{message}.* Get the file again"):
+        hf_posswap.load(tmp_path / "m.gguf")
+    hf_posswap.save(build("llama"), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=rf"cannot read .*m.gguf: .*{message}.* Get the file again"):
+        export(tmp_path / "saved", "llamacpp", tmp_path / "out.gguf", vocab=tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.block_count": 2**31}, r"says 2147483648 layers \(block_count\), and has tensors of 2"),
+        ({"llama.block_count": "two"}, r"says 'two' layers"),
+        ({"llama.feed_forward_length": 2**31}, r"by its keys the model has \d+ weights, and the file holds"),
+        ({"llama.context_length": [1, 2]}, r"'max_position_embeddings' expected int, got list"),
+        ({"split.count": "many"}, r"cannot be converted: invalid literal for int"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, r"'</s>' doesn't match any type in"),
+        ({"tokenizer.ggml.eot_token_id": "</s>"}, r"cannot be converted: invalid literal for int"),
+    ],
+)
+def test_keys_of_another_size_or_type_are_refused_before_memory_is_taken(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, _ = written(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        hf_posswap.load(edited(path, tmp_path / "changed.gguf", changes))
 
 
 def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path, cache: Path) -> None:

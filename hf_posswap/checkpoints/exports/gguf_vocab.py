@@ -8,7 +8,9 @@ from typing import Any
 from hf_posswap.errors import CheckpointError, UnsupportedModelError
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.gguf_header import read_gguf
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
+from hf_posswap.utils.printable import printable
 from hf_posswap.utils.untrusted import read_bounded_json
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
@@ -148,12 +150,7 @@ def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer
 
 def _copied(writer: Any, vocab: Path, size: int) -> str:
     """Copy all keys of the tokenizer from another GGUF file, which has `size` tokens."""
-    import gguf
-
-    try:
-        fields = gguf.GGUFReader(vocab).fields
-    except (OSError, ValueError, IndexError) as error:
-        raise CheckpointError(f"cannot read the vocabulary in {vocab}: {error}") from error
+    fields = read_gguf(vocab).fields
     tokenizer_fields = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
     if "tokenizer.ggml.model" not in tokenizer_fields:
         raise CheckpointError(f"{vocab} holds no vocabulary: give what convert_hf_to_gguf.py --vocab-only writes.")
@@ -164,4 +161,4 @@ def _copied(writer: Any, vocab: Path, size: int) -> str:
     for name, field in tokenizer_fields.items():
         inner = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
-    return f"that of {vocab.name}"
+    return f"that of {printable(vocab.name)}"

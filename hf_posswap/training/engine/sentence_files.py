@@ -13,7 +13,7 @@ from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine.sentences import Pooling, behind_the_encoder
 from hf_posswap.utils.atomic_io import read_json, write_json
 from hf_posswap.utils.auto_classes import refused_code
-from hf_posswap.utils.gguf_source import SUFFIX
+from hf_posswap.utils.gguf_source import SUFFIX, is_gguf
 from hf_posswap.utils.user_paths import expand_home
 
 _MODULES = "modules.json"
@@ -28,7 +28,7 @@ def is_sentence_model(settings: ModelSettings) -> bool:
         False
     """
     local = expand_home(settings.name)
-    if local.suffix == SUFFIX or settings.gguf_file is not None:
+    if local.suffix == SUFFIX or is_gguf(local) or settings.gguf_file is not None:
         return False
     if local.is_dir():
         return (local / _MODULES).is_file()
