@@ -305,3 +305,22 @@ def test_16_bits_become_8_without_a_rounding_between(tmp_path: Path) -> None:
     found = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
     assert bool(((found - weight.float()).abs() <= bound * 1.0001).all())
     assert torch.equal(found, values)
+
+
+ORDERS = {
+    "every second": (["sliding_attention", "full_attention"] * 3, "takes layers 6, 12, .* and here they are 2, 4, 6."),
+    "the first": (["full_attention"] + ["sliding_attention"] * 6, "takes layers 6, 12, .* and here they are 1."),
+    "every sixth": (["sliding_attention"] * 5 + ["full_attention"], "the layers are in llama.cpp's order. What the"),
+    "all slide": (["sliding_attention"] * 3, "the layers are in llama.cpp's order. What the"),
+}
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_a_folder_of_a_gemma3_is_refused_for_what_is_true_of_its_layers(order: str, tmp_path: Path) -> None:
+    layer_types, message = ORDERS[order]
+    hf_posswap.save(tiny("gemma3", layer_types=layer_types, num_hidden_layers=len(layer_types)), tmp_path / "saved")
+    with pytest.raises(UnsupportedSwapError, match=f"converter is not written here: its code .*{message}") as refusal:
+        export(tmp_path / "saved", "llamacpp", tmp_path / "out")
+    assert ("here they are" in str(refusal.value)) == ("takes layers" in message)
+    assert "Give -o the name of a .gguf file. Nothing was written." in str(refusal.value)
+    assert not (tmp_path / "out").exists()

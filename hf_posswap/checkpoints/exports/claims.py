@@ -144,3 +144,8 @@ def windowed(position_config: PositionConfig) -> bool:
 def every_fourth_plain(position_config: PositionConfig) -> bool:
     """Return whether layers 4, 8, ... alone do not rotate: the one pattern that llama.cpp has for SmolLM3."""
     return position_config.rotates == tuple((i + 1) % 4 != 0 for i in range(len(position_config.rotates)))
+
+
+def every_sixth(position_config: PositionConfig) -> bool:
+    """Return whether layers 6, 12, ... alone are of full attention: llama.cpp's order where a file has none."""
+    return position_config.slides == tuple((i + 1) % 6 != 0 for i in range(len(position_config.slides)))

@@ -18,6 +18,7 @@ from hf_posswap.checkpoints.exports.claims import (
     both,
     but_not,
     every_fourth_plain,
+    every_sixth,
     of_model,
     of_type,
     one_list,
@@ -38,6 +39,7 @@ _SAME = "the same angles at every length."
 _FREQUENCIES = "the converter loses it silently; rope_freqs.weight and rope.scaling.attn_factor have all of it."
 _FILE: tuple[Road, ...] = ("gguf",)
 _EITHER: tuple[Road, ...] = ("folder", "gguf")
+_GEMMA3 = "its code scales the layers of full attention alone, and takes a base for each of the two layer types"
 _LLAMA = "Llama, Mistral, Qwen2"
 _llama = of_model(*LLAMA_KIND)
 _neox = of_model("gpt_neox")
@@ -332,10 +334,21 @@ LLAMACPP = (
     ),
     _row(
         "rope, ntk, linear, yarn (betas 32 and 1, attention factor 0.1 ln s + 1) in the layers of full attention",
-        "Gemma 3",
+        "Gemma 3 with full attention in other layers than 6, 12, ...",
         "exact",
-        "its code scales the layers of full attention alone, and takes a base for each of the two layer types; the "
-        "converter loses the layers' order where another than every sixth is of full attention.",
+        f"{_GEMMA3}; the converter writes no order of layers, without which llama.cpp takes layers 6, 12, ... for "
+        "those of full attention, and here they are {full}.",
+        both(both(_gemma3, _one_scaling), lambda position_config: not every_sixth(position_config)),
+        _WRITE,
+        "tested",
+        _FILE,
+    ),
+    _row(
+        "rope, ntk, linear, yarn (betas 32 and 1, attention factor 0.1 ln s + 1) in the layers of full attention",
+        "Gemma 3 with full attention in layers 6, 12, ... alone",
+        "exact",
+        f"{_GEMMA3}; the layers are in llama.cpp's order. What the converter makes of the bases and the scaling was "
+        "not run.",
         both(_gemma3, _one_scaling),
         _WRITE,
         "tested",

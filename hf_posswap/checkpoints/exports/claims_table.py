@@ -72,6 +72,7 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
         "window": position_config.settings.get("window", position_config.window),
         "group": position_config.settings.get("group"),
         "scheme": position_config.scheme,
+        "full": ", ".join(str(i + 1) for i, slides in enumerate(position_config.slides) if not slides) or "none",
         "model": position_config.model_type,
         "type": position_config.rope_type,
         "problem": position_config.unpaged,
@@ -112,6 +113,7 @@ def claims_markdown() -> str:
     names = {name: "{" + name + "}" for name in ("folder", "length", "original", "window", "group", "scheme", "model")}
     shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
     shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": "", "dtype": ""}
+    shown |= {"full": "its own list"}
     shown |= {"python": "'DIR'", "inner": "'DIR'"}
     shown |= {"problem": "it says why", "architecture": "its class", "auto": "AutoModelForCausalLM"}
     for target, claims in CLAIMS.items():

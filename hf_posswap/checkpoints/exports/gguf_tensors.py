@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_posswap.checkpoints.exports.claims import LLAMA_KIND
+from hf_posswap.checkpoints.exports.claims import LLAMA_KIND, every_sixth
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.rope_layout import permute_rows
@@ -114,7 +114,7 @@ def _gemma3(model: Any, position_config: PositionConfig) -> Contents:
     keys = _gated_keys(config)
     if any(slides):
         keys["attention.sliding_window"] = config.sliding_window
-    if any(slides) and slides != [(i + 1) % 6 != 0 for i in range(layers)]:
+    if any(slides) and not every_sixth(position_config):
         keys["attention.sliding_window_pattern"] = slides
     if config.final_logit_softcapping is not None:
         keys["final_logit_softcapping"] = config.final_logit_softcapping

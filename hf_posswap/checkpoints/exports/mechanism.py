@@ -43,6 +43,7 @@ class PositionConfig:
         rope_set: the layer type of `rope`, where each layer type has its own rope parameters (Gemma 3, ModernBERT); "":
             all layers.
         other_sets: the rope parameters of the other layer types, by their names.
+        slides: for each layer, whether its attention slides, where the config has layer types; () elsewhere.
     """
 
     kind: Kind
@@ -60,6 +61,7 @@ class PositionConfig:
     rope_set: str = ""
     generates: bool = True
     other_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    slides: tuple[bool, ...] = ()
 
     @property
     def rope_type(self) -> str:
@@ -143,6 +145,7 @@ def position_config_of(config: Any) -> PositionConfig:
         "" if plugin else rope_set,
         _generates(config, model_type),
         {} if plugin or not rope_set else _other_sets(config, rope_set),
+        tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()),
     )
 
 

@@ -222,8 +222,8 @@ def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -
         )
     if not is_file and "folder" not in roads:
         raise UnsupportedSwapError(
-            f"llama.cpp's converter would lose the positions of {source!r}: {judgement.why} Give -o the name of a "
-            f"{FILES[target]} file. Nothing was written."
+            f"a folder of {source!r} for llama.cpp's converter is not written here: {judgement.why} Give -o the name "
+            f"of a {FILES[target]} file. Nothing was written."
         )
 
 
