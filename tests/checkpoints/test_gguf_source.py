@@ -617,6 +617,66 @@ def test_a_tokenizer_comes_back_with_its_ids_its_template_and_the_models_length(
     assert again.notes["vocabulary"] == "that of m.gguf"
 
 
+def bytes_by_letter() -> dict[str, int]:
+    """Return GPT-2's letters of bytes: what prints stands for itself, the others for 256 and on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def test_tokens_of_bytes_that_are_no_text_come_back_byte_for_byte(tmp_path: Path) -> None:
+    letters = bytes_by_letter()
+    spelling = {byte: letter for letter, byte in letters.items()}
+    random = np.random.default_rng(0)
+    tokens, merges = [spelling[byte] for byte in range(256)], []
+    while len(tokens) < 400:  # each of two that are known
+        halves = [tokens[int(i)] for i in random.integers(0, len(tokens), 2)]
+        if "".join(halves) not in tokens:
+            tokens.append("".join(halves))
+            merges.append(tuple(halves))
+    content = [bytes(letters[letter] for letter in token) for token in tokens]
+    assert sum(token.decode(errors="replace").encode() != token for token in content) > 200  # no UTF-8
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = WRITTEN["qwen2"][1], decoders.ByteLevel()
+    hf_posswap.save(build("llama", vocab_size=404), tmp_path / "saved")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "saved")
+    export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
+    back = AutoTokenizer.from_pretrained(checkpoint_of(tmp_path / "m.gguf"))
+    assert [bytes(letters[letter] for letter in back.convert_ids_to_tokens(i)) for i in range(400)] == content
+    held = gguf.GGUFReader(tmp_path / "m.gguf").fields["tokenizer.ggml.tokens"].contents()
+    assert held == [*tokens, *(f"[PAD{i}]" for i in range(400, 404))]
+    for text in PROBES:
+        assert back(text)["input_ids"] == tokenizer.encode(text).ids, text
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"vocab": {"one": 5, "two": 5}}, UnsupportedModelError, "has several tokens of one id, and a GGUF file"),
+        ({"added": {"id": 5, "content": "other"}}, UnsupportedModelError, "has several tokens of one id"),
+        ({"added": {"id": 339, "content": "a"}}, UnsupportedModelError, "has several tokens 'a', and a GGUF file"),
+        ({"vocab": {"[PAD339]": 330}}, UnsupportedModelError, r"has several tokens '\[PAD339\]'"),
+        ({"vocab": {"\ud800": 339}}, CheckpointError, "cannot read .*tokenizer.json: .*surrogates not allowed"),
+    ],
+)
+def test_tokens_that_a_file_would_lose_are_refused(
+    change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    hf_posswap.save(build("llama", vocab_size=340), tmp_path / "saved")
+    trained(tmp_path / "saved", WRITTEN["qwen2"][1])
+    path = tmp_path / "saved" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < 330} | change.get("vocab", {})
+    content["model"]["merges"] = []
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"] += [change["added"] | flags] if "added" in change else []
+    path.write_text(json.dumps(content))
+    with pytest.raises(error, match=message):
+        export(tmp_path / "saved", "llamacpp", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
 REFUSED_TOKENIZERS: dict[str, tuple[Any, str]] = {
     "two digits": (by(CASES + "\\p{N}{1,2}" + REST), "splits text as none of gpt-2, smollm, llama-bpe, dbrx, qwen2"),
     "a space first": (pre_tokenizers.ByteLevel(add_prefix_space=True), "splits text as none of"),

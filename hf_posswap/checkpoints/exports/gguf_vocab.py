@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.gguf_header import read_gguf
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
-from hf_posswap.utils.printable import printable
+from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.untrusted import read_bounded_json
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
@@ -62,6 +64,7 @@ def _ask(source: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         tokenizer = read_bounded_json(path)
+        json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")  # half of a pair of escapes is no text
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {shown(path)}: {error}. Get the file again from its source.") from error
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
@@ -130,17 +133,27 @@ def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer
     import gguf
 
     names: dict[int, str] = {index: token for token, index in tokenizer["model"]["vocab"].items()}
+    own = len(names)
     special = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", []) if each.get("special")}
     added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    changed = [index for index, token in added.items() if names.get(index, token) != token]
     names |= added
     if max(names, default=0) >= size:
         raise CheckpointError(
             f"the tokenizer of {source} has a token {max(names)}, and the model has {size}, from 0 on: take the "
             "tokenizer and the weights of one checkpoint."
         )
+    tokens = [names.get(i, f"[PAD{i}]") for i in range(size)]
+    doubled = [token for token, count in Counter(tokens).items() if count > 1]
+    if changed or doubled or len(tokenizer["model"]["vocab"]) != own:
+        what = f"several tokens {brief_repr(doubled[0])}" if doubled else "several tokens of one id"
+        raise UnsupportedModelError(
+            f"the tokenizer of {source} has {what}, and a GGUF file holds one text for each id, and each text once: "
+            f"tokens would be lost. {_ask(source)}"
+        )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(chosen.names[0])
-    writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
+    writer.add_token_list(tokens)
     token_types = dict.fromkeys(names, _NORMAL) | dict.fromkeys(added, _ADDED) | dict.fromkeys(special, _CONTROL)
     writer.add_token_types([token_types.get(i, _UNUSED) for i in range(size)])
     vocabulary = gguf.SpecialVocab(source, load_merges=True, n_vocab=size)
