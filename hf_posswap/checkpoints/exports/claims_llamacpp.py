@@ -340,7 +340,7 @@ LLAMACPP = (
         "those of full attention, and here they are {full}.",
         both(both(_gemma3, _one_scaling), lambda position_config: not every_sixth(position_config)),
         _WRITE,
-        "tested",
+        "read",
         _FILE,
     ),
     _row(
