@@ -37,9 +37,7 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
         torch.enable_grad(),
     ):
         torch.manual_seed(0)
-        for mechanism in reversed(
-            list(scheme.mechanism(geometry).modules())
-        ):  # the innermost first: the error names it
+        for mechanism in reversed(list(scheme.mechanism(geometry).modules())):  # the error names the innermost
             if isinstance(mechanism, Mechanism):
                 _Trial(scheme, mechanism, geometry).run()
 
@@ -85,8 +83,9 @@ class _Trial:
 
     def _pieces(self) -> None:
         g = self.geometry
-        query = torch.randn(2, g.num_heads, len(_QUERIES[0]), g.head_dim)
-        key = torch.randn(2, g.num_kv_heads, len(_KEYS[0]), g.head_dim)
+        float32 = torch.float32  # while a model loads, the default is the dtype of its weights
+        query = torch.randn(2, g.num_heads, len(_QUERIES[0]), g.head_dim, dtype=float32)
+        key = torch.randn(2, g.num_kv_heads, len(_KEYS[0]), g.head_dim, dtype=float32)
         for piece in self._called("pieces", self.queries, self.keys):
             for name, raw in (("rotate_query", query), ("rotate_key", key)):
                 try:
