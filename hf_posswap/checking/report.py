@@ -24,6 +24,8 @@ CODES: dict[str, str] = {
     "length-table": "the position table has fewer rows than the config has positions",
     "load": "the model cannot be built or loaded",
     "mask-ignored": "what stands at masked tokens changes the other tokens' outputs",
+    "outputs-constant": "the outputs are the same at every position, whatever the tokens: the weights hold nothing",
+    "outputs-nonfinite": "the outputs are NaN or infinite: broken weights, or an overflow of the dtype",
     "packing": "documents in one row, with position ids that start again, are not computed as alone",
     "padding": "a padded row is not computed as the row alone",
     "rope-key": "a key of the rope settings that this model does not read",

@@ -28,6 +28,7 @@ from hf_posswap.checkpoints.doctor_checks.findings import Finding, worst_first
 from hf_posswap.checkpoints.doctor_checks.model_traps import Layout, length_findings, setting_findings
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart, read_json_of
 from hf_posswap.checkpoints.load import load
+from hf_posswap.compat.torch_modules import unchanged
 from hf_posswap.errors import PosswapError, SwapVerificationError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _OF_PROGRAMS = ("serving", "scaling-lengths", "attention-factor")
 """Codes about what other programs do with values that a swap wrote on purpose: its record is held against them."""
+_OUTPUTS = ("outputs-constant", "outputs-nonfinite")
 MOST_WEIGHTS = 2 * 10**9
 """Parameters up to which `check` loads the weights of a checkpoint without being asked to."""
 
@@ -62,7 +64,8 @@ def check(
 
     It compares the angles in force with the config's and with the papers' formulas, the config with its config.json,
     lengths with tables and tokenizers, and runs a few tokens alone, padded and packed. `print(report)` shows it, and
-    `report.raise_if_errors()` stops a script. The model is left as it is.
+    `report.raise_if_errors()` stops a script. The model is left as it is: its modes, its rotary state, its buffers; so
+    is torch's random state.
 
     Args:
         model: a live model (also a PEFT model or a SentenceTransformer), or a folder, a Hub id or a GGUF file: of a
@@ -90,6 +93,12 @@ def check(
     if isinstance(model, (str, Path)):
         return _of_checkpoint(model, forward, hub | {TRUST: trust_remote_code})
     inner = unwrap(model)
+    with unchanged(inner):
+        return _of_live(inner, forward, tokenizer)
+
+
+def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: Any) -> CheckReport:
+    """Return the report on a live model."""
     raw = _config_file(inner)
     examined = _Examined(type(inner).__name__, is_live=True)
     layout = Layout(inner, _sites(inner))
@@ -156,15 +165,24 @@ class _Examined:
         if swap is None:
             self.findings += length_raised(model, sets, _length_in(raw))
         self.findings += generation_findings(model, sites)
-        if swap is not None:
-            self._swap(model, runs=forward is not False and not is_skeleton)
-        if forward is False or is_skeleton:
-            self.skipped.append("padding and packing: the model was not run")
+        runs = forward is not False and not is_skeleton
+        ran: list[Finding] = []
+        if runs:
+            ran += running_findings(model, _rows(model, sites), self.checked, self.skipped)
         else:
-            self.findings += running_findings(model, _rows(model, sites), self.checked, self.skipped)
+            self.skipped.append("padding and packing: the model was not run")
+        broken = any(each.code in _OUTPUTS for each in ran)
+        if not any(each.code in ("angles-nonfinite", "angles-missing") for each in self.findings):
+            self.findings += ran
+        else:  # that is why
+            self.findings += [each for each in ran if each.code not in _OUTPUTS]
+        if swap is not None:
+            if broken:
+                self.skipped.append("what the swap does to outputs: the outputs are broken")
+            self._swap(model, runs=runs and not broken)
 
     def _swap(self, model: Any, *, runs: bool) -> None:
-        """Check that the swap of a model is in force."""
+        """Check that the swap of a model is in force: by its outputs where the model `runs`, or by its modules."""
         try:
             if runs:
                 verify_swap(model)

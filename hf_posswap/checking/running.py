@@ -1,9 +1,9 @@
-"""Padding and packing on the live model: a row alone, padded, and in one row with another."""
+"""The outputs of the live model, and padding and packing: a row alone, padded, and in one row with another."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +39,7 @@ class _Runner:
         if self.length < 3:
             raise Unable("its window is too short")
         self.ids = self._tokens(2 * self.length + 2 * _PADS)
+        self.outputs = ""
 
     def _tokens(self, number: int) -> Tensor:
         """Return tokens that no field of the config calls special, [number]."""
@@ -61,16 +62,17 @@ class _Runner:
         if self.paired:
             inputs["decoder_input_ids"] = self.ids[None, :3].to(device)
         outputs = self.model(**inputs, **({"use_cache": False} if "use_cache" in self.takes else {}))
-        found = getattr(outputs, "logits", None)
+        self.outputs, found = "logits", getattr(outputs, "logits", None)
         if found is None or found.dim() != 3:
-            found = getattr(outputs, "last_hidden_state", None)
+            self.outputs, found = "last_hidden_state", getattr(outputs, "last_hidden_state", None)
         if found is None or found.shape[:2] != (1, 3 if self.paired else ids.shape[0]):
             raise Unable("it has no output at each token")
-        return found[0].float().cpu()
+        never = (found[0] <= torch.finfo(found.dtype).min).all(0)  # tokens that a class never gives: of images, ...
+        return found[0].masked_fill(never & ~never.all(), 0.0).float().cpu()
 
 
 def running_findings(model: Any, rows: int | None, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
-    """Yield how padding and packing go wrong on a live model.
+    """Yield how the outputs of a live model, padding and packing go wrong; it is left in eval mode.
 
     Args:
         model: a model with weights.
@@ -78,30 +80,121 @@ def running_findings(model: Any, rows: int | None, checked: list[str], skipped: 
         checked: gets what was run.
         skipped: gets what was not, and why.
     """
-    was_training = model.training
-    model.eval()
+    for module in model.modules():  # not eval(), at which some adapters merge their weights
+        module.training = False
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             runner = _Runner(model, rows)
-            yield from _padding(runner, checked, skipped)
-            yield from _packing(runner, checked, skipped)
+            alone = runner.run(runner.ids[: runner.length])
+            broken = _nonfinite(runner, alone) or _constant(runner, alone)
+            checked.append(f"the {runner.outputs} of a row")
+            if broken is not None:
+                yield broken
+                skipped.append(f"padding and packing: with such outputs ({broken.code}) all rows look alike or none do")
+                return
+            yield from _padding(runner, alone, checked, skipped)
+            yield from _packing(runner, alone, checked, skipped)
     except Unable as unable:
         skipped.append(f"padding and packing: {type(model).__name__} was not run, because {unable}")
     except Exception as error:  # a class may ask for inputs that only its processor makes
         skipped.append(
             f"padding and packing: {type(model).__name__} cannot be run on tokens alone: {said_by(error, 200)}"
         )
+
+
+def _nonfinite(runner: _Runner, outputs: Tensor, how: str = "") -> Finding | None:
+    """Return the finding that outputs are NaN or infinite, with the weights or the module that they come from.
+
+    Args:
+        runner: of the model.
+        outputs: at each token of a row, [tokens, width].
+        how: what the row has that the same row alone lacks; "" for the row alone, whose outputs can be broken by the
+            weights.
+    """
+    nan, infinite = int(outputs.isnan().sum()), int(outputs.isinf().sum())
+    if not nan + infinite:
+        return None
+    kinds = " and ".join(f"{number} {kind}" for number, kind in ((nan, "NaN"), (infinite, "infinite")) if number)
+    what = f"of {outputs.numel()} {runner.outputs} of a row of {len(outputs)} tokens{how}, {kinds}"
+    if how:
+        do = "Run rows of one length, or one row at a time, or try another attn_implementation."
+        what += ": those of the row alone are finite. A mask that hides every key of a token does that."
+        return Finding("error", runner.outputs, what, do, "outputs-nonfinite")
+    weights = _named(runner.model, lambda tensor: not bool(tensor.isfinite().all()))
+    if weights:
+        what += f". Weights with NaN or infinite values: {weights}."
+        do = "Load the checkpoint again from its source, or one from before the step at which the loss was not finite."
+        return Finding("error", runner.outputs, what, do, "outputs-nonfinite")
+    dtype, first = str(runner.model.dtype).removeprefix("torch."), _first_nonfinite(runner)
+    where = f", and {first} is the first module with such outputs" if first else ""
+    what += f". All weights are finite{where}: it overflows in {dtype}, or divides by zero."
+    do = "Load with dtype=torch.float32 (or torch.bfloat16, which has its range)" if dtype == "float16" else (
+        "Compare the config with the weights (eps of norms, scales), then look into that module"
+    )  # fmt: skip
+    return Finding("error", runner.outputs, what, f"{do}.", "outputs-nonfinite")
+
+
+def _constant(runner: _Runner, outputs: Tensor) -> Finding | None:
+    """Return the finding that outputs are the same at every position, whatever the tokens."""
+    eps = 1e-5 if runner.model.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(runner.model.dtype).eps
+    spread, most = outputs.amax(0) - outputs.amin(0), outputs.abs().amax(0)
+    if not bool((spread <= eps * most + 1e-6 * most.max()).all()):
+        return None
+    weights = _named(
+        runner.model, lambda tensor: tensor.dim() > 1 and tensor.numel() > 1 and bool((tensor == tensor.max()).all())
+    )
+    cause = f"Weights that hold one value: {weights}." if weights else (
+        "No weight matrix holds one value: a factor, a norm or a layer that gives 0 hides the tokens."
+    )  # fmt: skip
+    return Finding(
+        "error", runner.outputs, f"they are the same at each of {len(outputs)} positions, whatever the tokens: no test "
+        f"of positions can see anything. {cause}",
+        "Load trained weights with from_pretrained; to_empty(), init on the meta device and zero fills leave none.",
+        "outputs-constant",
+    )  # fmt: skip
+
+
+def _named(model: Any, is_meant: Callable[[Tensor], bool]) -> str:
+    """Return the floating-point parameters that are meant, the first three by name; "": there are none."""
+    tensors = [
+        (n, tensor) for n, tensor in model.named_parameters() if tensor.is_floating_point() and not tensor.is_meta
+    ]
+    meant = [name for name, tensor in tensors if is_meant(tensor if tensor.element_size() > 1 else tensor.float())]
+    more = f" and {len(meant) - 3} more" if len(meant) > 3 else ""
+    return f"{', '.join(meant[:3])}{more} ({len(meant)} of {len(tensors)})" if meant else ""
+
+
+def _first_nonfinite(runner: _Runner) -> str | None:
+    """Return the path of the first module that gives NaN or +inf on the row alone; -inf is what masks are made of."""
+    first: list[str] = []
+
+    def look(path: str, output: Any) -> None:
+        values = (
+            output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else [output]
+        )
+        tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+        if not first and any(bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in tensors):
+            first.append(path)
+
+    handles = [
+        module.register_forward_hook(lambda module, args, output, path=path: look(path, output))
+        for path, module in runner.model.named_modules()
+        if path
+    ]
+    try:
+        runner.run(runner.ids[: runner.length])
     finally:
-        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return next(iter(first), None)
 
 
-def _padding(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
+def _padding(runner: _Runner, alone: Tensor, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
     """Yield what a padded row does otherwise than the row alone."""
     if "attention_mask" not in runner.takes:
         skipped.append("padding: its forward takes no attention_mask")
         return
     row = runner.ids[: runner.length]
-    alone = runner.run(row)
     causal = not runner.paired and _is_causal(runner, alone)
     mask = torch.ones(1, runner.length + _PADS, dtype=torch.long)
     mask[:, slice(_PADS) if causal else slice(-_PADS, None)] = 0
@@ -112,6 +205,9 @@ def _padding(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterato
     padded = runner.run(_around(row, fill, causal), attention_mask=mask)[real]
     side = "left" if causal else "right"
     checked.append(f"a row padded on the {side} against the row alone")
+    if (broken := _nonfinite(runner, padded, f" padded on the {side}")) is not None:
+        yield broken
+        return
     if not _differ(runner, padded, alone, alone):
         return
     refilled = runner.run(_around(row, other, causal), attention_mask=mask)[real]
@@ -137,7 +233,7 @@ def _padding(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterato
         )  # fmt: skip
 
 
-def _packing(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
+def _packing(runner: _Runner, before: Tensor, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
     """Yield whether two documents in one row, with position ids that start again, are computed as alone."""
     if runner.paired:
         skipped.append("packing: documents share no row in an encoder-decoder")
@@ -147,12 +243,15 @@ def _packing(runner: _Runner, checked: list[str], skipped: list[str]) -> Iterato
         return
     first, second = runner.ids[: runner.length], runner.ids[runner.length : 2 * runner.length]
     alone = runner.run(second)
-    if not _is_causal(runner, runner.run(first)):
+    if not _is_causal(runner, before):
         skipped.append("packing: an encoder takes the borders of documents from a mask of its own")
         return
     places = torch.arange(runner.length).repeat(2)[None]
     packed = runner.run(torch.cat((first, second)), position_ids=places)[runner.length :]
     checked.append("a row of two documents against each alone")
+    if (broken := _nonfinite(runner, packed, " after another in one row")) is not None:
+        yield broken
+        return
     if _differ(runner, packed, alone, alone):
         yield _ran(
             runner, "packing", "position_ids", "the second document of a row, with position ids that start again and "

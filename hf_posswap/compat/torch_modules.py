@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_posswap.compat.accelerate_hooks import rebind_wrapped_forward
 
@@ -75,3 +77,66 @@ def give_class(module: nn.Module, cls: Any) -> None:
     module.__class__ = cls
     if other_forward:  # where it is the same one, the hook may wrap a forward of the instance
         rebind_wrapped_forward(module)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Leave `model` and torch's random state after the block as they were before it, whatever the block raises.
+
+    Restored are the attributes of each module (training mode, rotary state that follows the length of texts, buffers
+    that a forward replaces or writes into, hooks), requires_grad of each parameter, and the random state of the CPU and
+    of the model's device. The values of parameters are not copied, so the block must not train them.
+
+    Touches `vars(module)`, where torch keeps parameters, buffers, submodules and hooks in dicts (torch 2.6 to 2.13).
+    Without it a forward leaves a dynamic or longrope rotary module with the angles of another length.
+    """
+    attributes = [(vars(module), _shallow(vars(module))) for module in model.modules()]
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    values = [value for _, before in attributes for _, (value, _) in before.items() if isinstance(value, Tensor)]
+    tensors = {id(each): each for each in (*model.buffers(), *values)}
+    copies = [(each, each.detach().clone()) for each in tensors.values() if not each.is_meta]
+    devices = {each.device for each in (*model.parameters(), *model.buffers())}
+    others = [device for device in devices if device.type not in ("cpu", "meta")]
+    kind = others[0].type if others else "cpu"
+    forked = [device for device in others if device.type == kind]
+    with torch.random.fork_rng(forked, device_type=kind) if forked else torch.random.fork_rng([]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in copies:
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+            for now, before in attributes:
+                _restore(now, before)
+            for parameter, requires_grad in trainable:
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+
+
+def _shallow(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each value with a shallow copy of it, if it is a collection."""
+    collections = (dict, list, set)
+    return {name: (value, value.copy() if isinstance(value, collections) else None) for name, value in values.items()}
+
+
+def _restore(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
+    """Write the values of `before` into `now`, collections in place: others may refer to them."""
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, (value, copied) in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
+        if isinstance(value, dict) and not _is_same(value.items(), copied.items()):
+            value.clear()
+            value.update(copied)
+        elif isinstance(value, list) and not _is_same(enumerate(value), enumerate(copied)):
+            value[:] = copied
+        elif isinstance(value, set) and value != copied:
+            value.clear()
+            value.update(copied)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Return whether both are the same objects under the same keys, in the same order."""
+    return [(key, id(value)) for key, value in now] == [(key, id(value)) for key, value in before]

@@ -108,6 +108,21 @@ def without_weight(folder: Path, name: str) -> Path:
     return folder
 
 
+def fill(model: Any, name: str, value: float, index: Any = ...) -> Any:
+    with torch.no_grad():
+        model.get_parameter(name)[index] = value
+    return model
+
+
+def constant(model: Any) -> Any:
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.02)
+    return model
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
 def other_slopes(model: Any) -> Any:
     patch_model(model, "alibi")
     mechanism = model.model.posswap
@@ -185,6 +200,16 @@ PLANTED: dict[str, tuple[str, Make, Make]] = {
         "note",
         lambda folder: Deaf(TINY["llama"].config()),
         lambda folder: LlamaForCausalLM(TINY["llama"].config()),
+    ),
+    "outputs-constant": (
+        "error",
+        lambda folder: fill(build("llama"), "lm_head.weight", 0.0),
+        lambda folder: fill(build("llama"), "lm_head.weight", 0.0, slice(96)),  # one row is left
+    ),
+    "outputs-nonfinite": (
+        "error",
+        lambda folder: fill(build("llama"), UP, math.nan, (3, 5)),
+        lambda folder: fill(build("llama"), UP, 1e3, (3, 5)),
     ),
     "packing": ("note", lambda folder: build("opt"), lambda folder: build("llama")),
     "padding": ("note", lambda folder: build("gpt2"), lambda folder: build("opt")),
@@ -348,6 +373,96 @@ def test_another_formula_than_the_papers_is_found(monkeypatch: pytest.MonkeyPatc
     assert "angles-formula" not in codes(check(build("llama", **LONG)))
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "yarn", wrong)
     assert codes(check(build("llama", **LONG)))["angles-formula"] == "error"
+
+
+def overflowing(name: str) -> Any:
+    """Return a model of finite weights that overflows in half precision, and not in float32."""
+    model = TINY["llama"].build()
+    fill(model, UP, 6e4)
+    fill(model, UP.replace("up", "gate"), 6e4)
+    half = {key: value.to(getattr(torch, name)) for key, value in model.named_parameters()}
+    for path, value in half.items():
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(value))
+    return model
+
+
+BROKEN: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "NaN": (lambda: fill(build("llama"), UP, math.nan, 0), "outputs-nonfinite", rf"NaN\. Weights .*: {UP} \(1 of"),
+    "infinite": (
+        lambda: fill(build("gpt2"), "lm_head.weight", math.inf, 7), "outputs-nonfinite", "transformer.wte.weight",
+    ),
+    "of a swapped model": (
+        lambda: fill(patch_model(build("llama"), "alibi"), UP, math.nan, 0), "outputs-nonfinite", UP,
+    ),
+    "overflow": (
+        lambda: overflowing("float16"), "outputs-nonfinite",
+        r"All weights are finite, and model\.layers\.1\.mlp.* is the first module .*overflows in float16",
+    ),
+    "one value": (lambda: constant(build("llama")), "outputs-constant", "one value: model.embed_tokens"),
+    "one value, by an encoder": (lambda: constant(build("bert")), "outputs-constant", "word_embeddings"),
+    "one value, by an encoder-decoder": (
+        lambda: constant(tiny_model("BartForConditionalGeneration", meta=False)), "outputs-constant", "model.shared",
+    ),
+    "zeros in a swapped model": (
+        lambda: fill(patch_model(build("llama"), "alibi"), "lm_head.weight", 0.0), "outputs-constant", "lm_head.weight",
+    ),
+    "a norm of zeros": (
+        lambda: fill(build("llama"), "model.norm.weight", 0.0), "outputs-constant", "No weight matrix holds one value",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_outputs_are_one_error_that_names_the_cause_and_nothing_is_compared(name: str) -> None:
+    make, code, cause = BROKEN[name]
+    report = check(make())
+    (finding,) = [each for each in report.findings if each.severity == "error"]
+    assert finding.code == code
+    assert re.search(cause, f"{finding.what} {finding.do}"), finding
+    assert not {"padding", "packing", "mask-ignored", "swap"} & codes(report).keys()
+    assert any(f"padding and packing: with such outputs ({code})" in line for line in report.skipped)
+    assert not any("against" in line and "row" in line for line in report.checked)
+    if "swapped" in name:  # its modules are checked still
+        assert "the swap" in report.checked
+
+
+def test_broken_angles_are_the_cause_of_broken_outputs() -> None:
+    model = build("llama")
+    model.set_attn_implementation("eager")  # sdpa on a CPU makes 0 of NaN scores
+    report = check(changed(model, lambda m: replace_angles(m, torch.full((8,), torch.nan))))
+    assert [each.code for each in report.findings if each.severity == "error"] == ["angles-nonfinite"]
+    assert any("outputs-nonfinite" in line for line in report.skipped)
+
+
+class Never(LlamaForCausalLM):
+    """A Llama that never gives some tokens, as models of images do, and may forget its mask."""
+
+    lowest, is_deaf, nan_where_padded = -math.inf, False, False
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, **inputs: Any) -> Any:  # type: ignore[override]
+        output = super().forward(input_ids, None if self.is_deaf else attention_mask, **inputs)
+        output.logits[..., :40] = self.lowest
+        if self.nan_where_padded and attention_mask is not None:
+            output.logits[:, -1] = math.nan
+        return output
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.float32).min])
+def test_tokens_that_a_class_never_gives_hide_nothing(lowest: float) -> None:
+    model: Any = Never(TINY["llama"].config()).eval()
+    model.lowest = lowest
+    assert check(model).clean
+    model.is_deaf = True
+    assert "mask-ignored" in codes(check(model))
+
+
+def test_outputs_that_only_padding_breaks() -> None:
+    model: Any = Never(TINY["llama"].config()).eval()
+    model.nan_where_padded = True
+    (finding,) = [each for each in check(model).findings if each.severity == "error"]
+    assert finding.code == "outputs-nonfinite"
+    assert "tokens padded on the left, 97 NaN and 280 infinite: those" in finding.what
 
 
 def test_a_class_that_reads_no_theta_is_found() -> None:
@@ -548,17 +663,72 @@ def test_a_swap_that_ignores_padding_is_an_error(monkeypatch: pytest.MonkeyPatch
     assert codes(check(model))["mask-ignored"] == "error"
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = build("llama").train()
-    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    config, state = model.config.to_dict(), torch.get_rng_state()
-    check(model)
-    assert model.training
-    assert model.config.to_dict() == config
-    assert torch.equal(torch.get_rng_state(), state)
-    after = dict([*model.named_parameters(), *model.named_buffers()])
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert after.keys() == before.keys()
+def state_of(model: Any) -> dict[str, Any]:
+    """Return all that a check may touch, comparable by ==: of tensors, the object and the values."""
+    state: dict[str, Any] = {"random": torch.get_rng_state().tolist(), "config": model.config.to_dict()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            inner = dict(value) if isinstance(value, dict) else {"": value}
+            for key, each in inner.items():
+                place = f"{path}.{name}.{key}"
+                if isinstance(each, Tensor):
+                    state[place] = (id(each), each.requires_grad, each.detach().double().numpy().tobytes())
+                elif isinstance(each, (bool, int, float, str)) or each is None:
+                    state[place] = each
+                else:
+                    state[place] = id(each)
+    return state
+
+
+def mixed(model: Any) -> Any:
+    """Return `model` with its modules in mixed modes, and some of its parameters frozen."""
+    model.train()
+    model.get_submodule("model.layers.0").eval()
+    model.get_submodule("model.layers.1.mlp").eval()
+    for parameter in model.get_submodule("model.layers.1").parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+DYNAMIC = DEFAULT | {"rope_type": "dynamic", "factor": 2.0}
+LEFT: dict[str, Callable[[], Any]] = {
+    "plain": lambda: build("llama"),
+    "dynamic": lambda: build("llama", rope_parameters=DYNAMIC),
+    "longrope": lambda: build("llama", **longrope([1.0] * 8, [2.0] * 8)),
+    "swapped to dynamic": lambda: patch_model(build("llama"), "dynamic", factor=2.0),
+    "swapped to longrope": lambda: swapped_model("llama", "longrope"),
+    "swapped": lambda: patch_model(build("llama"), "fire"),
+    "with broken weights": lambda: fill(build("llama", rope_parameters=DYNAMIC), UP, math.nan),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_model_is_left_as_it_was(name: str, raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixed(LEFT[name]())
+    model(torch.randint(5, 97, (1, 3 * LENGTH)))  # rotary modules now hold the angles of a long text
+    before = state_of(model)
+    if raises:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("hf_posswap.checking.run.serving_findings", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            check(model)
+    else:
+        check(model)
+    after = state_of(model)
+    assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} == set()
+
+
+@pytest.mark.parametrize("name", ["swapped to longrope", "swapped to dynamic"])
+def test_verifying_a_swap_leaves_the_model_as_it_was(name: str) -> None:
+    model = mixed(LEFT[name]())
+    model(torch.randint(5, 97, (1, 3 * LENGTH)))
+    before = state_of(model)
+    hf_posswap.verify_swap(model)
+    assert state_of(model) == before
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

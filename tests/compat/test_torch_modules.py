@@ -137,3 +137,53 @@ def test_state_metadata() -> None:
 
 def test_state_metadata_of_a_plain_dict() -> None:
     assert torch_modules.state_metadata({"weight": torch.ones(1)}) == {}
+
+
+class Restless(nn.Module):
+    """A module whose forward replaces and writes into buffers, and leaves attributes and hooks behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.replaced, self.written = nn.Buffer(torch.ones(2)), nn.Buffer(torch.full((2,), torch.nan))
+        self.plain, self.lengths, self.known = torch.zeros(2), [1], {"a": 1}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("replaced", self.replaced + 1, persistent=False)
+        self.register_buffer("added", self.replaced)
+        self.written.fill_(3.0)
+        self.plain += 1
+        self.lengths.append(2)
+        self.known["b"] = 2
+        self.new = x
+        self.linear.register_forward_pre_hook(lambda *_: None)
+        return self.linear(x) + torch.rand(2)
+
+
+def test_unchanged() -> None:
+    model = nn.Sequential(Restless(), nn.Dropout()).train()
+    model[0].eval()
+    model[0].linear.weight.requires_grad_(False)
+    state = torch.get_rng_state()
+    first, replaced, buffers = model[0], model[0].replaced, vars(model[0])["_buffers"]
+    names = set(vars(first))
+
+    def run_and_raise() -> None:
+        with torch_modules.unchanged(model):
+            model.eval()(torch.ones(1, 2))
+            model.requires_grad_(True)
+            raise ValueError("after the forward")
+
+    with pytest.raises(ValueError, match="after the forward"):
+        run_and_raise()
+    assert (first.training, first.linear.training, model[1].training, model.training) == (False, False, True, True)
+    assert (first.linear.weight.requires_grad, first.linear.bias.requires_grad) == (False, True)
+    assert set(vars(first)) == names
+    assert (first.replaced is replaced, vars(first)["_buffers"] is buffers) == (True, True)
+    assert torch.equal(replaced, torch.ones(2))
+    assert first.written.isnan().all()
+    assert torch.equal(first.plain, torch.zeros(2))
+    assert (first.lengths, first.known) == ([1], {"a": 1})
+    assert list(model.state_dict()) == ["0.replaced", "0.written", "0.linear.weight", "0.linear.bias"]
+    assert torch_modules.pre_hooks(first.linear) == []
+    assert torch.equal(torch.get_rng_state(), state)

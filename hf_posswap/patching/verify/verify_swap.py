@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posswap.compat.torch_modules import unchanged
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.apply.structure import check_structure, unread_record
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -69,4 +70,5 @@ def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
         raise SwapVerificationError(f"tokens must be a whole number >= 2, got {tokens!r}.")
     check_structure(target)
     checks = {"edits": f"{len(target._posswap.plan.edits)} stand as planned"}
-    return Verification(checks | behaviour(target, tokens, seed))
+    with unchanged(target):  # a copy shares buffers, and longrope writes its angles into one
+        return Verification(checks | behaviour(target, tokens, seed))
