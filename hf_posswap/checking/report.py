@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.errors import PositionCheckError
 from hf_posswap.utils import html_tables
+from hf_posswap.utils.format import said_by
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
@@ -54,6 +55,25 @@ CODES: dict[str, str] = {
 """What each code means; `posswap check --json` and `Finding.code` have them."""
 
 
+@dataclass
+class Coverage:
+    """What was checked, what was not and why, and which of that failed to run."""
+
+    checked: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def skip(self, what: str, why: str) -> None:
+        """Add a check that does not apply, or was not requested."""
+        self.skipped.append(f"{what}: {why}")
+
+    def fail(self, what: str, error: Exception | str) -> None:
+        """Add a check that should have run and could not."""
+        why = error if isinstance(error, str) else f"{type(error).__name__}: {said_by(error, 200)}"
+        self.skip(what, why)
+        self.failed.append(self.skipped[-1])
+
+
 @dataclass(frozen=True, repr=False)
 class CheckReport(ResultView):
     """The result of `check`. `print(report)` shows it.
@@ -63,16 +83,19 @@ class CheckReport(ResultView):
         findings: the worst first; each has a code, a severity, a place, the cause and the fix.
         checked: what was checked.
         skipped: what was not checked, and why.
+        failed: those lines of `skipped` whose checks should have run and could not: a forward that raised, weights that
+            are missing. The others do not apply, or were not requested.
     """
 
     source: str
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error."""
+        """Whether there is no error in what was checked."""
         return not self._of("error")
 
     @property
@@ -80,20 +103,26 @@ class CheckReport(ResultView):
         """Whether there is neither an error nor a warning."""
         return not self._of("error", "warning")
 
+    @property
+    def complete(self) -> bool:
+        """Whether no check failed to run."""
+        return not self.failed
+
     def _of(self, *severities: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity in severities]
 
     def raise_if_errors(self, *, strict: bool = False) -> None:
-        """Raise if there are errors, or with `strict` warnings.
+        """Raise if there are errors, or with `strict` warnings or checks that failed to run.
 
         Raises:
             PositionCheckError: the message has each of them, with its fix.
         """
         severities = ("error", "warning") if strict else ("error",)
         problems = self._of(*severities)
-        if problems:
-            lines = [f"{self.source} does not do what its config says about positions:", *map(_line, problems)]
-            raise PositionCheckError("\n".join(lines))
+        failed = [f"not checked: {line}" for line in self.failed] if strict else []
+        if problems or failed:
+            does = "does not do what its config says about positions" if problems else "could not be checked completely"
+            raise PositionCheckError("\n".join([f"{self.source} {does}:", *map(_line, problems), *failed]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON."""
@@ -101,9 +130,11 @@ class CheckReport(ResultView):
             "source": self.source,
             "ok": self.ok,
             "clean": self.clean,
+            "complete": self.complete,
             "findings": [asdict(finding) for finding in self.findings],
             "checked": list(self.checked),
             "skipped": list(self.skipped),
+            "failed": list(self.failed),
         }
 
     def _repr_facts(self) -> dict[str, Any]:
@@ -113,13 +144,14 @@ class CheckReport(ResultView):
         rows = [(f.severity, f.code, f.where, f.what, f.do) for f in self.findings]
         header = ("severity", "code", "where", "problem", "what to do")
         found = html_tables.table(rows, header) if rows else html_tables.paragraph("nothing found")
-        rest = [("checked", line) for line in self.checked] + [("not checked", line) for line in self.skipped]
+        rest = [("checked", line) for line in self.checked] + [("Not checked", line) for line in self.skipped]
         return html_tables.together([html_tables.title(self.source), found, html_tables.table(rest)])
 
     def __str__(self) -> str:
-        lines = [f"{self.source}: {'ok' if self.ok else 'not ok'}", f"checked: {', '.join(self.checked)}"]
+        found = ("ok" if self.complete else "no errors in what was checked") if self.ok else "not ok"
+        lines = [f"{self.source}: {found}", f"checked: {', '.join(self.checked)}"]
         lines += [_line(finding) for finding in self.findings] or ["nothing found"]
-        return in_lines(lines + [f"not checked: {line}" for line in self.skipped])
+        return in_lines(lines + [f"Not checked: {line}" for line in self.skipped])
 
 
 def _line(finding: Finding) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posswap.checking.angles import angle_findings, own_formula, rotary_sets
+from hf_posswap.checking.angles import RotarySet, angle_findings, own_formula, rotary_sets
 from hf_posswap.checking.files import key_findings, lost_findings
-from hf_posswap.checking.report import CheckReport
+from hf_posswap.checking.report import CheckReport, Coverage
 from hf_posswap.checking.running import running_findings
 from hf_posswap.checking.serving import serving_findings
 from hf_posswap.checking.settings import (
@@ -24,7 +25,7 @@ from hf_posswap.checking.settings import (
     theta_findings,
 )
 from hf_posswap.checkpoints.doctor_checks.diagnose import config_findings, diagnose
-from hf_posswap.checkpoints.doctor_checks.findings import Finding, worst_first
+from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding, worst_first
 from hf_posswap.checkpoints.doctor_checks.model_traps import Layout, length_findings, setting_findings
 from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart, read_json_of
 from hf_posswap.checkpoints.load import load
@@ -38,6 +39,7 @@ from hf_posswap.patching.inspect.describe import on_meta, read_config
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.utils.auto_classes import TRUST
+from hf_posswap.utils.format import said_by
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.threads import quiet_logger
 from hf_posswap.utils.weight_shapes import Shapes
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 _OF_PROGRAMS = ("serving", "scaling-lengths", "attention-factor")
 """Codes about what other programs do with values that a swap wrote on purpose: its record is held against them."""
+_FILE = "config.json against the loaded config"
+_TOKENIZER = "the tokenizer's length"
 _OUTPUTS = ("outputs-constant", "outputs-nonfinite")
 MOST_WEIGHTS = 2 * 10**9
 """Parameters up to which `check` loads the weights of a checkpoint without being asked to."""
@@ -99,18 +103,22 @@ def check(
 
 def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: Any) -> CheckReport:
     """Return the report on a live model."""
-    raw = _config_file(inner)
     examined = _Examined(type(inner).__name__, is_live=True)
-    layout = Layout(inner, _sites(inner))
+    coverage, config = examined.coverage, inner.config.to_dict()
+    raw, why = _config_file(inner)
+    if raw is None:
+        coverage.skip(_FILE, why)
+    if tokenizer is None:
+        coverage.skip(_TOKENIZER, "no tokenizer was given (tokenizer=)")
     length = getattr(tokenizer, "model_max_length", None)
-    chart = Chart(
-        "", inner.config.to_dict(), None, None, None if length is None else {"model_max_length": length}, None
-    )
+    chart = Chart("", config, None, None, None if length is None else {"model_max_length": length}, None)
     with quiet_logger("transformers", logging.CRITICAL):
-        examined.findings += [*config_findings(inner.config.to_dict(), "config"), *setting_findings(layout, chart)]
-        examined.findings += length_findings(layout, chart)
+        layout = Layout(inner, examined.sites(inner))
+        examined.group("the rope settings", lambda: config_findings(config, "config"))
+        examined.group("the rope settings for this class", lambda: setting_findings(layout, chart))
+        examined.group("lengths", lambda: length_findings(layout, chart))
         examined.model(inner, layout.sites, raw, forward)
-        examined.findings += [*serving_findings(inner.config), *late_scaling(inner, length)]
+        examined.last(inner, None, length)
     return examined.report()
 
 
@@ -120,8 +128,7 @@ class _Examined:
     def __init__(self, source: str, *, is_live: bool) -> None:
         self.source = source
         self.findings: list[Finding] = []
-        self.checked: list[str] = []
-        self.skipped: list[str] = []
+        self.coverage = Coverage()
         self.is_live, self.is_swapped = is_live, False
 
     def report(self) -> CheckReport:
@@ -136,7 +143,7 @@ class _Examined:
             for each, is_demoted in zip(self.findings, demoted, strict=True)
         ]
         unique = list(dict.fromkeys(findings))
-        return CheckReport(self.source, worst_first(unique), tuple(self.checked), tuple(self.skipped))
+        return CheckReport(self.source, worst_first(unique), *map(tuple, vars(self.coverage).values()))
 
     def model(self, model: Any, sites: Sites | None, raw: dict[str, Any] | None, forward: bool | None) -> None:
         """Check a model: live, or a skeleton on the meta device."""
@@ -145,32 +152,28 @@ class _Examined:
         is_offloaded = hasattr(model, "hf_device_map")  # accelerate fetches what is on the meta device
         is_skeleton = not is_offloaded and all(parameter.is_meta for parameter in model.parameters())
         computed = swap is not None and swap.plan.route != "native"
-        sets = [] if computed else rotary_sets(model)
-        self.checked.append("config")
-        if sets:
-            self.checked.append(f"the angles of {', '.join(each.where for each in sets)}")
-            self.findings += angle_findings(sets, is_skeleton=is_skeleton)
-            self.skipped += dict.fromkeys(filter(None, map(own_formula, sets)))
+        sets: list[RotarySet] = []
         if not computed:
-            self.findings += [*scaling_findings(sets), *theta_findings(model, sets), *key_findings(model.config)]
-            self.findings += table_findings(model, sites)
-        if raw is not None and swap is None and getattr(model.config, "posswap", None) is None:
-            self.checked.append("config.json against the loaded config")
-            lost = list(lost_findings(raw, model.config))
-            named = {each.where.rpartition(" ")[2] for each in lost}
-            self.findings = [
-                each for each in self.findings if each.code != "theta-ignored" or each.where.split(".")[-1] not in named
-            ]  # the same theta, and the file is where to write it
-            self.findings += _changed_on_purpose(model, raw, lost) if lost and self.is_live else lost
+            self.group("angles", lambda: self._angles(model, sets, is_skeleton))
+            self.group("scalings", lambda: scaling_findings(sets))
+            self.group("thetas", lambda: theta_findings(model, sets))
+            self.group("keys of the rope settings", lambda: key_findings(model.config))
+            self.group("position tables", lambda: table_findings(model, sites))
+        self.coverage.checked.insert(0, "config")
+        if raw is not None and (swap is not None or getattr(model.config, "posswap", None) is not None):
+            self.coverage.skip(_FILE, "a swap changed the config")
+        elif raw is not None:
+            self.coverage.checked.append(_FILE)
+            self.group(_FILE, lambda: self._lost(model, raw))
         if swap is None:
-            self.findings += length_raised(model, sets, _length_in(raw))
-        self.findings += generation_findings(model, sites)
+            self.group("lengths", lambda: length_raised(model, sets, _length_in(raw)))
+        self.group("generation_config", lambda: generation_findings(model, sites))
         runs = forward is not False and not is_skeleton
         ran: list[Finding] = []
         if runs:
-            ran += running_findings(model, _rows(model, sites), self.checked, self.skipped)
+            ran += running_findings(model, _rows(model, sites), self.coverage)
         else:
-            self.skipped.append("padding and packing: the model was not run")
+            self.coverage.skip("outputs, padding and packing", "the model was not run")
         broken = any(each.code in _OUTPUTS for each in ran)
         if not any(each.code in ("angles-nonfinite", "angles-missing") for each in self.findings):
             self.findings += ran
@@ -178,8 +181,68 @@ class _Examined:
             self.findings += [each for each in ran if each.code not in _OUTPUTS]
         if swap is not None:
             if broken:
-                self.skipped.append("what the swap does to outputs: the outputs are broken")
+                self.coverage.skip("what the swap does to outputs", "the outputs are broken")
             self._swap(model, runs=runs and not broken)
+
+    def group(self, what: str, findings: Callable[[], Iterable[Finding]]) -> None:
+        """Add the findings of a group of checks; where it raises, it is listed as not checked."""
+        try:
+            for finding in findings():
+                self.findings.append(finding)
+        except Exception as error:  # configs hold any values, and models any code
+            self.coverage.fail(what, error)
+
+    def sites(self, model: Any) -> Sites | None:
+        """Return where the positions of a model are; None, with the reason, where no family describes it."""
+        what = "position tables and their lengths"
+        try:
+            return locate(model)
+        except PosswapError as error:
+            self.coverage.skip(what, said_by(error, 200))
+        except Exception as error:  # its config has values that fail anywhere
+            self.coverage.fail(what, error)
+        return None
+
+    def last(self, model: Any, diagnosis: Diagnosis | None, length: Any) -> None:
+        """Check what serving programs read, and the scaling that `length`, the tokenizer's, does not reach."""
+        try:
+            self.findings += list(serving_findings(model.config, diagnosis))
+        except Exception as error:  # no family, no length, or values that fail: other findings name them
+            self.coverage.skip("what serving programs read", f"{type(error).__name__}: {said_by(error, 200)}")
+        self.group("a scaling that no text reaches", lambda: late_scaling(model, length))
+
+    def weights_not_loaded(self, source: str | Path, chart: Chart, forward: bool | None) -> None:
+        """List the weights of a checkpoint as not checked, with the reason."""
+        loads = "(forward=True, on the command line --forward, loads them)"
+        if forward is False:
+            self.coverage.skip("the weights", "not loaded, as requested by forward=False")
+        elif _size(chart.shapes) > MOST_WEIGHTS:
+            self.coverage.skip("the weights", f"more than 2e9 parameters, not loaded {loads}")
+        elif Path(source).is_dir():
+            self.coverage.fail("the weights", f"there are none in {source}: neither model.safetensors nor *.bin")
+        else:
+            self.coverage.skip("the weights", f"not loaded, because their number cannot be read {loads}")
+
+    def _angles(self, model: Any, sets: list[RotarySet], is_skeleton: bool) -> Iterator[Finding]:
+        """Yield what is wrong with the angles of a model, whose sets are added to `sets`."""
+        sets += rotary_sets(model)
+        if sets:
+            self.coverage.checked.append(f"the angles of {', '.join(each.where for each in sets)}")
+            if is_skeleton:
+                self.coverage.skip("the angles in force", "the weights were not loaded, so only the class was checked")
+            self.coverage.skipped += dict.fromkeys(filter(None, map(own_formula, sets)))
+        elif getattr(model.config.get_text_config(), "rope_parameters", None):
+            self.coverage.skip("angles", f"{type(model).__name__} has no rotary module that keeps them as inv_freq")
+        yield from angle_findings(sets, is_skeleton=is_skeleton)
+
+    def _lost(self, model: Any, raw: dict[str, Any]) -> list[Finding]:
+        """Return what the config lost of its config.json, and drop what says the same."""
+        lost = list(lost_findings(raw, model.config))
+        named = {each.where.rpartition(" ")[2] for each in lost}
+        self.findings = [
+            each for each in self.findings if each.code != "theta-ignored" or each.where.split(".")[-1] not in named
+        ]  # the same theta, and the file is where to write it
+        return _changed_on_purpose(model, raw, lost) if lost and self.is_live else lost
 
     def _swap(self, model: Any, *, runs: bool) -> None:
         """Check that the swap of a model is in force: by its outputs where the model `runs`, or by its modules."""
@@ -189,15 +252,15 @@ class _Examined:
             elif not all(parameter.is_meta for parameter in model.parameters()):
                 check_structure(model)
             else:
-                self.skipped.append("the swap: its weights were not loaded")
+                self.coverage.skip("the swap", "its weights were not loaded")
                 return
         except SwapVerificationError as error:
             do = "Undo it with unpatch_model and patch again, or load the checkpoint with hf_posswap.load."
             self.findings.append(Finding("error", "the swap", str(error), do, "swap"))
-        except PosswapError as error:
-            self.skipped.append(f"the swap: {error}")
+        except Exception as error:  # a forward may raise anything
+            self.coverage.fail("the swap", error)
             return
-        self.checked.append("the swap")
+        self.coverage.checked.append("the swap")
 
 
 def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]) -> CheckReport:
@@ -207,12 +270,20 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
     examined = _Examined(str(source), is_live=False)
     source = checkpoint_of(source, **files)
     chart = read_chart(source, **files)
-    diagnosis = diagnose(chart, trust_remote_code=trust, **files)
-    examined.findings += diagnosis.findings
-    examined.checked += diagnosis.checked
-    if any(finding.code == "theta-null" for finding in diagnosis.findings):
-        examined.skipped.append("the model: none can be built")
+    diagnosis: Diagnosis | None = None
+    try:
+        diagnosis = diagnose(chart, trust_remote_code=trust, **files)
+        examined.findings += diagnosis.findings
+        examined.coverage.checked += diagnosis.checked
+    except PosswapError:
+        raise
+    except Exception as error:  # files hold any values
+        examined.coverage.fail("the files, as posswap doctor checks them", error)
+    if any(finding.code == "theta-null" for finding in examined.findings):
+        examined.coverage.fail("the model", "none can be built, because a theta is null (theta-null)")
         return examined.report()
+    if chart.tokenizer is None:
+        examined.coverage.skip(_TOKENIZER, "there is no tokenizer_config.json")
     whole = forward is not False and (forward or _size(chart.shapes) <= MOST_WEIGHTS)
     whole = whole and (chart.shapes is not None or chart.adapter is not None or forward is True or _has_weights(source))
     with quiet_logger("transformers", logging.CRITICAL):
@@ -222,21 +293,16 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
                 if whole
                 else on_meta(source, trust_remote_code=trust)
             )
-        except (PosswapError, OSError) as error:
+        except Exception as error:  # a model's own code may raise anything
             do = "Fix what it names; posswap doctor reads the files alone."
             if all(finding.severity != "error" for finding in examined.findings):
                 examined.findings.append(Finding("error", str(source), str(error), do, "load"))
-            examined.skipped.append(f"the model: it cannot be {'loaded' if whole else 'built'}")
+            examined.coverage.fail("the model", f"it cannot be {'loaded' if whole else 'built'}: {said_by(error, 200)}")
             return examined.report()
-        if forward is None and not whole:
-            examined.skipped.append(
-                f"the weights: {'more than 2e9 parameters, ' if _size(chart.shapes) > MOST_WEIGHTS else ''}not loaded "
-                "(forward=True, on the command line --forward, loads them)"
-            )
-        sites = _sites(model)
-        examined.model(model, sites, chart.config, forward if whole else False)
-        examined.findings += serving_findings(model.config, diagnosis)
-        examined.findings += late_scaling(model, (chart.tokenizer or {}).get("model_max_length"))
+        if not whole:
+            examined.weights_not_loaded(source, chart, forward)
+        examined.model(model, examined.sites(model), chart.config, forward if whole else False)
+        examined.last(model, diagnosis, (chart.tokenizer or {}).get("model_max_length"))
     return examined.report()
 
 
@@ -246,13 +312,6 @@ def _size(shapes: Shapes | None) -> int:
 
 def _has_weights(source: str | Path) -> bool:
     return Path(source).is_dir() and any(Path(source).glob("*.bin"))
-
-
-def _sites(model: Any) -> Sites | None:
-    try:
-        return locate(model)
-    except Exception:  # no family describes this model, or its config has values that fail anywhere
-        return None
 
 
 def _rows(model: Any, sites: Sites | None) -> int | None:
@@ -275,14 +334,15 @@ def _length_in(raw: dict[str, Any] | None) -> int | None:
     return None
 
 
-def _config_file(model: Any) -> dict[str, Any] | None:
-    """Return the config.json that a live model was loaded from; None where it is not at hand."""
+def _config_file(model: Any) -> tuple[dict[str, Any] | None, str]:
+    """Return the config.json that a live model was loaded from; None, and why, where it is not at hand."""
     source = getattr(model.config, "name_or_path", "")
     if not source:
-        return None
-    with contextlib.suppress(PosswapError, OSError, ValueError):
-        return read_json_of(source, "config.json", local_files_only=True)
-    return None
+        return None, "the model was not loaded from a checkpoint"
+    try:
+        return read_json_of(source, "config.json", local_files_only=True), f"{source} has no config.json"
+    except (PosswapError, OSError, ValueError) as error:
+        return None, said_by(error, 200)
 
 
 def _changed_on_purpose(model: Any, raw: dict[str, Any], lost: list[Finding]) -> list[Finding]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.checking.report import Coverage
 from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
@@ -71,35 +72,39 @@ class _Runner:
         return found[0].masked_fill(never & ~never.all(), 0.0).float().cpu()
 
 
-def running_findings(model: Any, rows: int | None, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
+def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterator[Finding]:
     """Yield how the outputs of a live model, padding and packing go wrong; it is left in eval mode.
 
     Args:
         model: a model with weights.
         rows: of its position table; None: it has none.
-        checked: gets what was run.
-        skipped: gets what was not, and why.
+        coverage: gets what was run, and what was not and why.
     """
     for module in model.modules():  # not eval(), at which some adapters merge their weights
         module.training = False
+    what = "outputs, padding and packing"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             runner = _Runner(model, rows)
             alone = runner.run(runner.ids[: runner.length])
+            coverage.checked.append(f"the {runner.outputs} of a row")
             broken = _nonfinite(runner, alone) or _constant(runner, alone)
-            checked.append(f"the {runner.outputs} of a row")
             if broken is not None:
                 yield broken
-                skipped.append(f"padding and packing: with such outputs ({broken.code}) all rows look alike or none do")
+                why = f"with such outputs ({broken.code}) all rows look alike or none do"
+                coverage.skip("padding and packing", why)
                 return
-            yield from _padding(runner, alone, checked, skipped)
-            yield from _packing(runner, alone, checked, skipped)
+            what = "padding"
+            try:
+                yield from _padding(runner, alone, coverage)
+            except Exception as error:  # packing may run
+                coverage.fail(what, error)
+            what = "packing"
+            yield from _packing(runner, alone, coverage)
     except Unable as unable:
-        skipped.append(f"padding and packing: {type(model).__name__} was not run, because {unable}")
+        coverage.skip(what, f"{type(model).__name__} was not run, because {unable}")
     except Exception as error:  # a class may ask for inputs that only its processor makes
-        skipped.append(
-            f"padding and packing: {type(model).__name__} cannot be run on tokens alone: {said_by(error, 200)}"
-        )
+        coverage.fail(what, f"{type(model).__name__} cannot be run on tokens alone: {said_by(error, 200)}")
 
 
 def _nonfinite(runner: _Runner, outputs: Tensor, how: str = "") -> Finding | None:
@@ -189,10 +194,10 @@ def _first_nonfinite(runner: _Runner) -> str | None:
     return next(iter(first), None)
 
 
-def _padding(runner: _Runner, alone: Tensor, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
+def _padding(runner: _Runner, alone: Tensor, coverage: Coverage) -> Iterator[Finding]:
     """Yield what a padded row does otherwise than the row alone."""
     if "attention_mask" not in runner.takes:
-        skipped.append("padding: its forward takes no attention_mask")
+        coverage.skip("padding", "its forward takes no attention_mask")
         return
     row = runner.ids[: runner.length]
     causal = not runner.paired and _is_causal(runner, alone)
@@ -204,7 +209,7 @@ def _padding(runner: _Runner, alone: Tensor, checked: list[str], skipped: list[s
     fill = filled if not isinstance(pad, int) else torch.full_like(filled, pad)
     padded = runner.run(_around(row, fill, causal), attention_mask=mask)[real]
     side = "left" if causal else "right"
-    checked.append(f"a row padded on the {side} against the row alone")
+    coverage.checked.append(f"a row padded on the {side} against the row alone")
     if (broken := _nonfinite(runner, padded, f" padded on the {side}")) is not None:
         yield broken
         return
@@ -233,22 +238,22 @@ def _padding(runner: _Runner, alone: Tensor, checked: list[str], skipped: list[s
         )  # fmt: skip
 
 
-def _packing(runner: _Runner, before: Tensor, checked: list[str], skipped: list[str]) -> Iterator[Finding]:
+def _packing(runner: _Runner, before: Tensor, coverage: Coverage) -> Iterator[Finding]:
     """Yield whether two documents in one row, with position ids that start again, are computed as alone."""
     if runner.paired:
-        skipped.append("packing: documents share no row in an encoder-decoder")
+        coverage.skip("packing", "documents share no row in an encoder-decoder")
         return
     if "position_ids" not in runner.takes:
-        skipped.append("packing: its forward takes no position_ids, so documents cannot share a row")
+        coverage.skip("packing", "its forward takes no position_ids, so documents cannot share a row")
         return
     first, second = runner.ids[: runner.length], runner.ids[runner.length : 2 * runner.length]
     alone = runner.run(second)
     if not _is_causal(runner, before):
-        skipped.append("packing: an encoder takes the borders of documents from a mask of its own")
+        coverage.skip("packing", "an encoder takes the borders of documents from a mask of its own")
         return
     places = torch.arange(runner.length).repeat(2)[None]
     packed = runner.run(torch.cat((first, second)), position_ids=places)[runner.length :]
-    checked.append("a row of two documents against each alone")
+    coverage.checked.append("a row of two documents against each alone")
     if (broken := _nonfinite(runner, packed, " after another in one row")) is not None:
         yield broken
         return
@@ -303,4 +308,4 @@ def codes_of_class(cls: Any) -> frozenset[str]:
         model = tiny_model(cls, meta=False)
     except Exception:  # a class of somebody's own, of whose config no tiny one is known
         return frozenset()
-    return frozenset(finding.code for finding in running_findings(model, TINY_LENGTH, [], []))
+    return frozenset(finding.code for finding in running_findings(model, TINY_LENGTH, Coverage()))

@@ -10,7 +10,6 @@ from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding
 from hf_posswap.checkpoints.exports.claims_table import filled, is_known
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import Judgement, judge
-from hf_posswap.errors import PosswapError
 
 SERVERS = ("vllm", "sglang", "llamacpp", "tgi")
 """The serving programs that compute positions by themselves."""
@@ -24,14 +23,11 @@ def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterato
     Args:
         config: of the model.
         diagnosis: of its checkpoint, whose commands are then named; None: it is a live model.
+
+    Raises:
+        PosswapError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError: no family, no length, or values
+            that fail.
     """
-    try:
-        yield from list(_served(config, diagnosis))
-    except (PosswapError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-        return  # no family, no length, or values that fail: other findings name them
-
-
-def _served(config: Any, diagnosis: Diagnosis | None) -> Iterator[Finding]:
     positions = position_config_of(config)
     is_plain = positions.kind == "table" or positions.kind == "rope" and positions.rope_type == "default"
     if not positions.generates:

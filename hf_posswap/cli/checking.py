@@ -46,7 +46,9 @@ def check(
             show_default=False,
         ),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings, too.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 on warnings and on checks that failed to run, too.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
@@ -54,8 +56,9 @@ def check(
 
     Compares the angles in force with the config and with the papers' formulas, the config with its config.json, lengths
     with tables and tokenizers, and a few tokens alone with the same tokens padded and packed. Includes what posswap
-    doctor finds in the files. Nothing is written. The exit code is 0 if there are no errors (with --strict: and no
-    warnings), 1 if there are, and 2 if the model cannot be checked.
+    doctor finds in the files. Nothing is written. The exit code is 0 if there are no errors in what was checked (with
+    --strict: nor warnings, nor checks that failed to run), 1 if there are, and 2 if nothing can be checked. What was
+    not checked is listed with the reason.
 
     Example: posswap check my-llama
     """
@@ -74,7 +77,7 @@ def check(
         show_json(report.to_dict())
     else:
         _show(report)
-    if not (report.clean if strict else report.ok):
+    if not (report.clean and report.complete if strict else report.ok):
         raise typer.Exit(Code.OTHER)
 
 
@@ -106,8 +109,6 @@ def _show(report: CheckReport) -> None:
         rows = [(f"{each.severity} {each.code}", each.where, f"{each.what} {each.do}") for each in report.findings]
         show_table(["finding", "where", "what, and what to do"], rows)
     else:
-        show_text("Nothing found.")
+        show_text("Nothing found." if report.complete else "Nothing found in what was checked.")
     if report.skipped:
-        show_text("", "Not checked:")
-        for line in report.skipped:
-            show_text(f"  {line}")
+        show_text("", *(f"Not checked: {line}" for line in report.skipped))

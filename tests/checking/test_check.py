@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap import CheckReport, check, patch_model
+from hf_posswap.checking import run
 from hf_posswap.checking.formulas import rope_angles
 from hf_posswap.checking.report import CODES
 from hf_posswap.checkpoints.doctor_checks import Finding
@@ -841,6 +842,116 @@ def test_what_cannot_be_checked(tmp_path: Path) -> None:
         check(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+class Raising(LlamaForCausalLM):
+    """A Llama that raises at inputs that it does not like."""
+
+    disliked = "input_ids"
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **inputs: Any) -> Any:  # type: ignore[override]
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        if given[self.disliked] is not None:
+            raise RuntimeError(f"no {self.disliked}, please")
+        return super().forward(input_ids, attention_mask, position_ids, **inputs)
+
+
+def raising(disliked: str) -> Any:
+    model: Any = Raising(TINY["llama"].config()).eval()
+    model.disliked = disliked
+    return model
+
+
+def without_weights(folder: Path) -> Path:
+    saved(build("llama"), folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+FAILED: dict[str, tuple[Make, str]] = {
+    "a forward": (lambda folder: raising("input_ids"), "outputs, padding and packing: Raising .*no input_ids, please"),
+    "padding": (lambda folder: raising("attention_mask"), "padding: RuntimeError: no attention_mask"),
+    "packing": (lambda folder: raising("position_ids"), "packing: .*no position_ids, please"),
+    "a swap": (lambda folder: patch_model(raising("input_ids"), "alibi"), "the swap: RuntimeError: no input_ids"),
+    "weights": (without_weights, "the weights: there are none in .*: neither model.safetensors"),
+    "loading": (
+        lambda folder: without_weight(folder, "model.layers.0.mlp.up_proj.weight"), "the model: it cannot be loaded: ",
+    ),
+    "building": (PLANTED["theta-null"][1], "the model: none can be built, because a theta is null"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_a_check_that_could_not_run_is_listed_with_its_reason(name: str, tmp_path: Path) -> None:
+    make, line = FAILED[name]
+    report = check(make(tmp_path / "x"))
+    assert not report.complete
+    assert any(re.match(line, each) for each in report.failed), report
+    assert set(report.failed) <= set(report.skipped)
+    assert re.search(f"(?m)^Not checked: {line}", str(report))
+    assert report.to_dict()["failed"] == list(report.failed)
+    assert f"{report.source}: {'no errors in what was checked' if report.ok else 'not ok'}" in str(report)
+    with pytest.raises(PositionCheckError, match=f"not checked: {line}"):
+        report.raise_if_errors(strict=True)
+
+
+def test_what_one_check_cannot_run_another_still_does() -> None:
+    padded = "a row padded on the left against the row alone"
+    packed = "a row of two documents against each alone"
+    assert packed in check(raising("attention_mask")).checked
+    assert padded in check(raising("position_ids")).checked
+
+
+GROUPS = {
+    "config_findings": "the rope settings", "setting_findings": "the rope settings for this class",
+    "length_findings": "lengths", "rotary_sets": "angles", "angle_findings": "angles", "scaling_findings": "scalings",
+    "theta_findings": "thetas", "key_findings": "keys of the rope settings", "table_findings": "position tables",
+    "lost_findings": "config.json against the loaded config", "length_raised": "lengths",
+    "generation_findings": "generation_config", "serving_findings": "what serving programs read",
+    "late_scaling": "a scaling that no text reaches", "locate": "position tables and their lengths",
+    "diagnose": "the files, as posswap doctor checks them", "load": "the model", "verify_swap": "the swap",
+}  # fmt: skip
+"""Of each function of checks, what is listed as not checked where it raises."""
+
+
+@pytest.mark.parametrize("function", GROUPS)
+def test_no_group_of_checks_fails_silently(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(build("llama"), tmp_path / "x")
+    model: Any = folder if function in ("diagnose", "load") else hf_posswap.load(folder)
+    if function == "verify_swap":
+        patch_model(model, "alibi")
+    assert check(model).complete
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise IndexError("for no reason")
+
+    monkeypatch.setattr(f"hf_posswap.checking.run.{function}", fail)
+    report = check(model)
+    (line,) = [each for each in report.skipped if "for no reason" in each]
+    assert line.startswith(f"{GROUPS[function]}: ")
+    assert report.complete == (function == "serving_findings")  # which knows some classes alone
+
+
+def test_every_group_of_checks_is_tried() -> None:
+    used = {name for name in vars(run) if name.endswith("_findings")} - {"running_findings"}
+    assert used <= GROUPS.keys()
+
+
+def test_what_was_not_requested_or_does_not_apply_is_listed_and_not_failed(tmp_path: Path) -> None:
+    folder = saved(build("llama"), tmp_path / "x")
+    live = check(build("llama"))
+    assert "config.json against the loaded config: the model was not loaded from a checkpoint" in live.skipped
+    assert "the tokenizer's length: no tokenizer was given (tokenizer=)" in live.skipped
+    unrun = check(folder, forward=False)
+    assert "the weights: not loaded, as requested by forward=False" in unrun.skipped
+    assert "the tokenizer's length: there is no tokenizer_config.json" in unrun.skipped
+    assert any(line.startswith("the angles in force: ") for line in unrun.skipped)
+    assert any(line.startswith("outputs, padding and packing: ") for line in unrun.skipped)
+    swapped = check(patch_model(hf_posswap.load(folder), "alibi"))
+    assert "config.json against the loaded config: a swap changed the config" in swapped.skipped
+    assert live.complete
+    assert unrun.complete
+    assert swapped.complete
+
+
 BUILD = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -851,6 +962,16 @@ model = LlamaForCausalLM(LlamaConfig(**small))
 def late():
     model = LlamaForCausalLM(LlamaConfig(**small))
     model.config.rope_parameters["rope_theta"] = 5e5
+    return model
+
+
+def raising():
+    model = LlamaForCausalLM(LlamaConfig(**small))
+
+    def refuse(*_):
+        raise RuntimeError("no room")
+
+    model.lm_head.register_forward_pre_hook(refuse)
     return model
 """
 
@@ -880,6 +1001,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("--import", "my_posswap_build:model").exit_code == 0
     assert "angles-differ" in run("--import", "my_posswap_build:late").stdout
+    raises = run("--import", "my_posswap_build:raising")
+    assert raises.exit_code == 0
+    assert "Nothing found in what was checked." in raises.stdout
+    shown = " ".join(raises.stdout.split())
+    assert "Not checked: outputs, padding and packing: LlamaForCausalLM cannot be run on tokens alone: no room" in shown
+    assert run("--import", "my_posswap_build:raising", "--strict").exit_code == 1
     result = run("--import", "my_posswap_build:other")
     assert result.exit_code == 2
     assert "has no attribute 'other'" in result.stderr
