@@ -139,13 +139,17 @@ def save_one(name: str, folder: Path) -> dict[str, Any]:
 
 
 def difference(load: Callable[[], Any], folder: Path) -> float | str:
-    """Return how far the logits are from those saved; or, in words, that the tokens differ, or what was raised."""
+    """Return how far the logits are from those saved; or, in words, that the tokens differ, or what was raised.
+
+    An error of this package, or of its code in the checkpoint, is a refusal; any other is a failure.
+    """
     stored = load_file(folder / "expected.safetensors")
     try:
         model = load()
         found = results(model, {name: stored[name] for name in ("input_ids", "attention_mask")})
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        is_ours = any(base.__name__ == "PosswapError" for base in type(error).__mro__)
+        return f"{'refused' if is_ours else 'failed'}: {type(error).__name__}: {error}"
     if not torch.equal(found["tokens"], stored["tokens"]):
         return f"other tokens: {found['tokens'].tolist()}, saved with {stored['tokens'].tolist()}"
     return float((found["logits"] - stored["logits"]).abs().nan_to_num(nan=float("inf")).max())
