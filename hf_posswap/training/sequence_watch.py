@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from hf_posswap.utils.sentence_models import is_sentence_model
 
 _INPUTS = ("input_ids", "inputs_embeds")
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+_ATTACHED: WeakKeyDictionary[Any, list[SequenceWatch]] = WeakKeyDictionary()
+"""By model: what watches it."""
 
 
 class SequenceWatch:
@@ -32,25 +35,36 @@ class SequenceWatch:
         self._stacks = {""} if plan is None else set(plan.schemes)
         self._named = "" if plan is None else plan.named
         self._handle: Any = None
+        self._model: ref[Any] | None = None
+        self._training: Any = None
 
-    def attach(self, model: Any, outer: Any) -> None:
-        """Watch a model.
+    def attach(self, model: Any, outer: Any, training: Any) -> None:
+        """Watch a model, and end what an earlier training left: an exception in a step, or Ctrl-C, tells no callback.
 
         Args:
             model: the transformers model.
             outer: what the Trainer trains, which is or contains `model`. A module of sentence-transformers calls the
                 forward of its model past all hooks, so that module is watched.
+            training: the state of this training, the same object for all callbacks of a Trainer.
         """
         self.detach()
+        for watch in list(_ATTACHED.get(model, ())):
+            if watch._training is not training:
+                watch.detach()
         holders = (module for module in outer.modules() if any(child is model for child in module.children()))
         watched = next(holders) if is_sentence_model(outer) else model
         self._handle = watched.register_forward_pre_hook(self, with_kwargs=True)
+        self._model, self._training = ref(model), training
+        _ATTACHED.setdefault(model, []).append(self)
 
     def detach(self) -> None:
         """Stop watching."""
         if self._handle is not None:
             self._handle.remove()
-            self._handle = None
+            model = None if self._model is None else self._model()
+            if model is not None:
+                _ATTACHED[model].remove(self)
+            self._handle = self._model = self._training = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceWatch:
         return SequenceWatch(None, None)  # a copy of the model is watched by nobody
@@ -81,6 +95,7 @@ class SequenceWatch:
 
     def _check(self, reach: int) -> None:
         if self.limit is not None and reach > self.limit:
+            self.detach()
             raise PositionRangeError(
                 f"a training sequence has {reach} positions, and the swap to {self._named} is for {self.limit}. Cut "
                 "the texts (max_length of SFTConfig, sequence_len of axolotl, cutoff_len of LLaMA-Factory, "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -41,6 +44,21 @@ from hf_posswap.training.trainer_proof import (
 from hf_posswap.utils.user_paths import without_folder
 
 
+def _ends_watch(event: Callable[..., None]) -> Callable[..., None]:
+    """Have an event of the callback that raises leave no hook on the model: the Trainer tells nobody of its end."""
+
+    @functools.wraps(event)
+    def run(self: PosswapCallback, *args: Any, **kwargs: Any) -> None:
+        try:
+            event(self, *args, **kwargs)
+        except BaseException:
+            if self._watch is not None:
+                self._watch.detach()
+            raise
+
+    return run
+
+
 class PosswapCallback(TrainerCallback, ExportableState):
     """Proves, gates and records the swap of a model in the Trainer of transformers, or one derived from it.
 
@@ -49,6 +67,9 @@ class PosswapCallback(TrainerCallback, ExportableState):
     second step if the first loss is higher than expected, and whenever a training sequence is longer than the swap's
     `max_length`. Every checkpoint and every later save holds the swap and, as `config.posswap_training`, base model,
     digests of base and data, steps, tokens and versions, which `hf_posswap.load`, `explain` and model cards show.
+
+    A training that was stopped, by an error or by Ctrl-C, can begin again: with this callback or a new one, `train()`
+    proves and gates anew, and limits of the stopped training no longer hold.
 
     Under FSDP, ZeRO-3 or tensor parallelism weights are sharded when training begins. There the proof is made when the
     Trainer is, so give the callback to its constructor (`callbacks=[...]`); each step checks the structure.
@@ -119,7 +140,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self.record: TrainingRecord | None = None
         self.resumed: dict[str, Any] = {}
         self._watch: SequenceWatch | None = None
-        self._proved: tuple[int, Verification] | None = None
+        self._proved: tuple[ref[Any], Verification] | None = None
         self._base: str | None = None
         self._step, self._limit, self._before = 0, math.inf, 0
         self._swap: dict[str, Any] | None = None
@@ -142,9 +163,10 @@ class PosswapCallback(TrainerCallback, ExportableState):
             return
         inside = model_inside(model)
         if getattr(inside, "_posswap", None) is not None and not is_sharded(inside):
-            self._proved = id(inside), verify_swap(inside)
+            self._proved = ref(inside), verify_swap(inside)
             self._base = base_digest(inside) if self.digests and args.process_index == 0 else None
 
+    @_ends_watch
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -155,17 +177,18 @@ class PosswapCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Prove the swap, before the first step and after a checkpoint is loaded."""
+        if self._watch is not None:  # an earlier training may have been stopped in a step
+            self._watch.detach()
+        self.verification = self.first_loss = self.record = self._watch = None
+        self._step = state.global_step
         inside = model_inside(model)
         plan = self._prove(inside)
         saved = _saved(state)
         self._refuse_another_swap(saved, inside, state.global_step)
-        self.first_loss, self._step = None, state.global_step
         expected = first_loss_limit(inside) if self.max_first_loss is None else self.max_first_loss
         self._limit = math.inf if expected is None else expected
-        if self._watch is not None:
-            self._watch.detach()
         self._watch = SequenceWatch(plan, None if plan is None else self.max_length or plan.max_length)
-        self._watch.attach(inside, model)
+        self._watch.attach(inside, model, state)
         earlier = saved.get("record") or {}
         self._before = earlier.get("tokens", 0)
         self.record = self._new_record(args, model, inside, train_dataloader, earlier, state)
@@ -181,7 +204,6 @@ class PosswapCallback(TrainerCallback, ExportableState):
                     "hf_posswap.patch_model(model, ...) before the Trainer is made, and give the Trainer that model "
                     "instead of a name; PosswapCallback(require=False) trains a control without a swap."
                 )
-            self.verification = None
             return None
         plan: SwapPlan = swap.plan
         if self.scheme is not None:
@@ -190,7 +212,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             self.verification = verify_swap(model)
             return plan
         check_structure(model)
-        if self._proved is not None and self._proved[0] == id(model):
+        if self._proved is not None and self._proved[0]() is model:
             self.verification = self._proved[1]
             return plan
         warnings.warn(
@@ -228,9 +250,10 @@ class PosswapCallback(TrainerCallback, ExportableState):
     ) -> TrainingRecord:
         computes = self.digests and state.is_world_process_zero
         values = getattr(inside.config, "posswap", None)
+        base, self._base = self._base, None  # of the weights before the first training only
         return TrainingRecord(
             base=earlier.get("base") or plain_name(str(without_folder(inside.name_or_path) or type(inside).__name__)),
-            base_weights=earlier.get("base_weights") or (base_digest(inside) or self._base if computes else None),
+            base_weights=earlier.get("base_weights") or (base_digest(inside) or base if computes else None),
             recipe=None,
             objective=plain_name(type(args).__name__),
             what=trained_part(model),
@@ -242,6 +265,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             software=versions(),
         )
 
+    @_ends_watch
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -254,6 +278,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
 
+    @_ends_watch
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -264,6 +289,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         if state.global_step == self._step + 1:
             control.should_log = True
 
+    @_ends_watch
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
@@ -295,6 +321,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             "quantity, pass PosswapCallback(max_first_loss=...)."
         )
 
+    @_ends_watch
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
@@ -312,6 +339,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
 
+    @_ends_watch
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:

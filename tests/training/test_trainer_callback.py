@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import re
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +257,95 @@ def test_a_first_loss_that_the_trainer_hides_as_zero_is_found(norm: float, tmp_p
         model.lm_head.weight[0] = math.nan
     with pytest.raises((NumericError, SwapVerificationError), match="not finite"):
         trainer(model, tmp_path, PosswapCallback(), max_grad_norm=norm).train()
+
+
+def interrupt_at(model: Any, step: int) -> Any:
+    """Send SIGINT, as Ctrl-C does, inside the forward of one step; return what takes it back."""
+    steps = iter(range(1, 99))
+
+    def interrupt(module: Any, *args: Any) -> None:
+        if module.training and next(steps) == step:  # the proof runs in evaluation mode
+            signal.raise_signal(signal.SIGINT)
+
+    return model.lm_head.register_forward_hook(interrupt)
+
+
+def hooks(model: Any) -> dict[str, list[Any]]:
+    modules = model.named_modules()
+    return {name: [*module._forward_pre_hooks.values(), *module._forward_hooks.values()] for name, module in modules}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["the same Trainer", "a new one"])
+@pytest.mark.parametrize("stop", ["first loss", "Ctrl-C"])
+def test_a_stopped_training_begins_again_as_one_without_the_callback_does(
+    stop: str, anew: bool, tmp_path: Path
+) -> None:
+    ends, modes = [], []
+    for proved in (False, True):
+        model = swapped()
+        before = hooks(model)
+        proofs = [PosswapCallback("yarn:factor=4", max_first_loss=1.0 if stop == "first loss" else None)] * proved
+        fails = At(1, lambda _: 1 / 0)  # where the callback stops it
+        run = trainer(model, tmp_path, *(proofs if proved or stop == "Ctrl-C" else [fails]))
+        handle = interrupt_at(model, 3 if stop == "Ctrl-C" else 0)
+        with pytest.raises(KeyboardInterrupt if stop == "Ctrl-C" else (TrainingError, ZeroDivisionError)):
+            run.train()
+        handle.remove()
+        modes.append([module.training for module in model.modules()])
+        if stop == "first loss":
+            assert hooks(model) == before
+        stopped = [(proof.verification, proof.first_loss) for proof in proofs]
+        if stop == "first loss" and proved:
+            with pytest.raises(TrainingError, match="first loss is .*, above 1.000"):  # it gates again
+                trainer(copy.deepcopy(model), tmp_path / "again", *proofs).train()
+        fails.step, start = 0, weights_digest(unpatch_model(copy.deepcopy(model)))
+        for proof in proofs:
+            proof.max_first_loss = None
+        if anew:
+            proofs = [PosswapCallback("yarn:factor=4")] * proved
+            run = trainer(model, tmp_path, *proofs)
+        run.train()
+        assert hooks(model) == before
+        ends.append(weights_digest(model))
+        for proof in proofs:
+            assert proof.verification is not None
+            assert proof.record is not None
+            assert (proof.verification, proof.first_loss) not in stopped
+            assert (proof.record.steps, proof.record.tokens) == (4, 4 * 2 * LENGTH)
+            assert proof.record.base_weights == start
+            assert run.state.log_history[0]["loss"] == proof.first_loss
+    assert ends[0] == ends[1]
+    assert modes[0] == modes[1]
+
+
+def test_a_limit_of_a_stopped_training_no_longer_holds(tmp_path: Path) -> None:
+    model, far = swapped(), rows(length=4 * WINDOW + 1)
+    before = hooks(model)
+    first = PosswapCallback()
+    handle = interrupt_at(model, 2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(model, tmp_path, first).train()
+    handle.remove()
+    seen = PosswapCallback(max_length=4 * WINDOW + 1), PosswapCallback(max_length=4 * WINDOW + 2)
+    trainer(model, tmp_path, *seen, data=far).train()
+    assert [one.record.tokens for one in seen if one.record] == [4 * 2 * len(far[0]["input_ids"])] * 2
+    assert first.record is not None
+    assert first.record.tokens == 2 * LENGTH
+    with pytest.raises(PositionRangeError, match="is for 256"):
+        trainer(model, tmp_path, seen[0], PosswapCallback(), data=far).train()
+    with pytest.raises(PositionRangeError, match="is for 256"):
+        trainer(model, tmp_path, PosswapCallback(), data=far).train()
+    assert hooks(model).keys() == before.keys()
+
+
+def test_a_refused_training_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    model, proof = swapped(), PosswapCallback()
+    run = trainer(model, tmp_path, proof)
+    run.train()
+    unpatch_model(model)
+    with pytest.raises(NotPatchedError, match="carries no swap"):
+        run.train()
+    assert (proof.verification, proof.first_loss, proof.record) == (None, None, None)
 
 
 def test_a_longer_sequence_than_the_swap_is_for_stops_the_training(tmp_path: Path) -> None:
