@@ -97,7 +97,16 @@ class PositionShapeError(PosswapError, ValueError):
 
 
 class RecordError(PosswapError, ValueError):
-    """A SwapRecord (`config.posswap`) that cannot be read or does not fit the model."""
+    """A SwapRecord (`config.posswap`) that cannot be read or does not fit the model.
+
+    Attributes:
+        problem: the message without its advice.
+        advice: what to do; "" where the message names nothing.
+    """
+
+    def __init__(self, problem: object = "", advice: str = "") -> None:
+        self.problem, self.advice = str(problem), advice
+        super().__init__(f"{problem} {advice}" if advice else problem)
 
 
 class CheckpointError(PosswapError, OSError):

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,8 +118,37 @@ def test_a_checkpoint_names_the_module_that_registers_its_scheme(tmp_path: Path)
     hf_posswap.save(model, tmp_path)
     assert torch.equal(logits(hf_posswap.load(tmp_path).eval(), ids), logits(model, ids))
     forget()
-    with pytest.raises(RecordError, match=r"'window-bias', .* the module 'tests\.toys\.of_functions' registers"):
-        hf_posswap.load(tmp_path)
+    remedies = (
+        r"`import tests\.toys\.of_functions` .* --import tests\.toys\.of_functions .*AutoModel\.from_pretrained\("
+    )
+    for trusted in (False, True):
+        with pytest.raises(RecordError, match=rf"'window-bias', .* registers\. Import .*{remedies}"):
+            hf_posswap.load(tmp_path, trust_remote_code=trusted)
+    (finding,) = (finding for finding in hf_posswap.doctor(tmp_path).findings if finding.severity == "error")
+    assert finding.what.endswith("a scheme that the module 'tests.toys.of_functions' registers.")
+    assert re.match(rf"Import that module first: {remedies}", finding.do)
+    assert "original" not in finding.do
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["posswap"]["imports"]  # as saved before a record named the modules
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (finding,) = (finding for finding in hf_posswap.doctor(tmp_path).findings if finding.severity == "error")
+    assert "unknown scheme 'window-bias'" in finding.what
+    assert finding.do == "Register a scheme of your own first: import its module, in Python or by posswap --import."
+    config["posswap"]["version"] = 99
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert hf_posswap.doctor(tmp_path).findings[0].do == "Take config.json from the original checkpoint."
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_doctor_of_an_adapter_names_the_module_too(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = patch_model(build("llama"), "window-bias:window=4")
+    adapted = hf_posswap.add_adapter(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    hf_posswap.save(adapted, tmp_path)
+    assert hf_posswap.doctor(tmp_path).clean
+    forget()
+    (finding,) = (finding for finding in hf_posswap.doctor(tmp_path).findings if finding.severity == "error")
+    assert finding.do.startswith("Import that module first: `import tests.toys.of_functions` in Python")
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def record_findings(chart: Chart) -> Iterator[Finding]:
     try:
         record = SwapRecord.from_dict(config["posswap"])
     except RecordError as error:
-        yield Finding("error", _WHERE, str(error), "Take config.json from the original checkpoint.")
+        advice = error.advice or "Take config.json from the original checkpoint."
+        yield Finding("error", _WHERE, error.problem, advice)
         return
     due = POSSWAP_MODEL_TYPE if record.route == "plugin" else record.base_type
     if model_type != due:
@@ -104,7 +105,7 @@ def adapter_findings(chart: Chart) -> Iterator[Finding]:
         try:
             SwapRecord.from_dict(chart.sidecar.get("record"))
         except RecordError as error:
-            yield Finding("error", SIDECAR, str(error), "Take it from the original adapter.")
+            yield Finding("error", SIDECAR, error.problem, error.advice or "Take it from the original adapter.")
     if not base:
         problem = "base_model_name_or_path is empty: the adapter does not name its base."
         yield Finding("warning", "adapter_config.json", problem, "Write the base's Hub id there.")

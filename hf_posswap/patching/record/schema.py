@@ -169,12 +169,15 @@ def _check_scheme(value: Any, where: str, depth: int, imports: dict[str, str]) -
     except UnknownNameError as error:
         module = imports.get(value["name"])
         if module is None:
-            raise RecordError(f"config.posswap: {where} holds a scheme that cannot be built: {error}") from error
+            advice = "Register a scheme of your own first: import its module, in Python or by posswap --import."
+            problem = f"config.posswap: {where} holds a scheme that cannot be built: {error}"
+            raise RecordError(problem, advice) from error
         raise RecordError(
-            f"config.posswap: {where} is {value['name']!r}, a scheme that the module {module!r} registers. Import that "
-            f"module first: `import {module}` in Python, or posswap --import {module} on the command line (a file by "
-            "its path). Or, if you trust the code that was saved with the model, load it by transformers' "
-            "from_pretrained with trust_remote_code=True, in a process that does not import hf_posswap."
+            f"config.posswap: {where} is {value['name']!r}, a scheme that the module {module!r} registers.",
+            f"Import that module first: `import {module}` in Python, or posswap --import {module} on the command line "
+            "(a file by its path). Or, if you trust the code that was saved with the model, load it by "
+            "AutoModel.from_pretrained(..., trust_remote_code=True), or the Auto class of its task, in a process that "
+            "does not import hf_posswap: hf_posswap itself runs no scheme from a checkpoint.",
         ) from error
     except (PosswapError, TypeError, ValueError, KeyError, OverflowError) as error:  # another package's scheme: any
         raise RecordError(f"config.posswap: {where} holds a scheme that cannot be built: {error}") from error
