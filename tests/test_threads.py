@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,3 +167,23 @@ def test_random_numbers_go_on_as_before_after_threads_that_drew_by_a_seed() -> N
     models = together(lambda: tiny_model("GPT2LMHeadModel", meta=False))
     assert torch.equal(torch.random.get_rng_state(), expected)
     assert all(torch.equal(models[0].lm_head.weight, model.lm_head.weight) for model in models)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "t5", "self_extend:group=2"])
+def test_random_numbers_of_the_process_go_on_while_threads_patch_and_verify(scheme: str) -> None:
+    def work(model: Any) -> None:
+        hf_posswap.verify_swap(hf_posswap.patch_model(model, scheme))
+
+    models = [GPT2LMHeadModel(TIED) for _ in range(THREADS)]
+    torch.manual_seed(5)
+    expected = torch.rand(2000)
+    torch.manual_seed(5)
+    with ThreadPoolExecutor(THREADS) as threads:
+        swaps = [threads.submit(work, model) for model in models]
+        drawn = [torch.rand(1)]
+        while not all(swap.done() for swap in swaps) and len(drawn) < 2000:
+            drawn.append(torch.rand(1))
+            time.sleep(0.001)
+    assert [swap.exception() for swap in swaps] == [None] * THREADS
+    assert torch.equal(torch.cat(drawn), expected[: len(drawn)])
+    assert torch.equal(torch.rand(2000 - len(drawn)), expected[len(drawn) :])

@@ -81,11 +81,11 @@ def give_class(module: nn.Module, cls: Any) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave `model` and torch's random state after the block as they were before it, whatever the block raises.
+    """Leave `model` after the block as it was before it, whatever the block raises.
 
     Restored are the attributes of each module (training mode, rotary state that follows the length of texts, buffers
-    that a forward replaces or writes into, hooks), requires_grad of each parameter, and the random state of the CPU and
-    of the model's device. The values of parameters are not copied, so the block must not train them.
+    that a forward replaces or writes into, hooks) and requires_grad of each parameter. The values of parameters are not
+    copied, so the block must not train them.
 
     Touches `vars(module)`, where torch keeps parameters, buffers, submodules and hooks in dicts (torch 2.6 to 2.13).
     Without it a forward leaves a dynamic or longrope rotary module with the angles of another length.
@@ -95,23 +95,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     values = [value for _, before in attributes for _, (value, _) in before.items() if isinstance(value, Tensor)]
     tensors = {id(each): each for each in (*model.buffers(), *values)}
     copies = [(each, each.detach().clone()) for each in tensors.values() if not each.is_meta]
-    devices = {each.device for each in (*model.parameters(), *model.buffers())}
-    others = [device for device in devices if device.type not in ("cpu", "meta")]
-    kind = others[0].type if others else "cpu"
-    forked = [device for device in others if device.type == kind]
-    with torch.random.fork_rng(forked, device_type=kind) if forked else torch.random.fork_rng([]):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in copies:
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
-            for now, before in attributes:
-                _restore(now, before)
-            for parameter, requires_grad in trainable:
-                if parameter.requires_grad != requires_grad:
-                    parameter.requires_grad_(requires_grad)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in copies:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for now, before in attributes:
+            _restore(now, before)
+        for parameter, requires_grad in trainable:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
 
 
 def _shallow(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

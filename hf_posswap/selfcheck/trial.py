@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_posswap import load, patch_model, plan_swap, save, unpatch_model, verify_swap
+from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.selfcheck.touch import WrongAnswerError
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.utils.atomic_io import scratch_folder
-from hf_posswap.utils.threads import PROCESS
 
 LENGTH = 12
 """Tokens of the texts that the models read."""
@@ -124,8 +124,7 @@ def _model(name: str) -> Any:
 def inputs_of(model: Any) -> dict[str, Tensor]:
     """Return random inputs for `model`: two images, or two texts of `LENGTH` tokens, and two for any decoder."""
     config = model.config
-    with PROCESS, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with PrivateRandomness(0):
         if model.main_input_name == "pixel_values":
             return {"pixel_values": torch.randn(2, config.num_channels, config.image_size, config.image_size)}
         ids = torch.randint(3, config.vocab_size, (2, LENGTH))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.compat.transformers_auto import class_names
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnknownNameError
 from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
-from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -96,8 +96,7 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
         with torch.device("meta"), without_initialising():
             skeleton: Any = cls(config).eval()
         return skeleton.to("meta")  # some classes create parameters on the CPU on any device
-    with PROCESS, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with PrivateRandomness(seed):
         model = cls(config)
         _randomise(model)
     return model.eval()

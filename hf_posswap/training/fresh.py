@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-
+from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.training.tokenizer import END_OF_TEXT, byte_tokenizer
-from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -141,8 +139,7 @@ def fresh_model(settings: FreshSettings, tokenizer: PreTrainedTokenizerBase) -> 
         "num_attention_heads": settings.heads,
         "max_position_embeddings": settings.window,
     }
-    with PROCESS, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+    with PrivateRandomness(settings.seed):
         if settings.kind == "gpt2":
             no_dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shared, **sizes, **no_dropout)).eval()

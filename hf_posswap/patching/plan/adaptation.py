@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_posswap.compat.torch_fake import without_fake_mode
+from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.context import SwapContext
@@ -102,7 +103,7 @@ def _biases_alike(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
     A learned native bias is in the weights of the model, and a scheme is not initialized from them.
     """
     length = geometry.original_length
-    with without_fake_mode(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with without_fake_mode(), torch.device("cpu"), PrivateRandomness(0), torch.no_grad():
         new, old = scheme.mechanism(geometry), native.mechanism(geometry)
         if next(old.parameters(), None) is not None:
             return False

@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.errors import OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Learned, Scheme, Sum, TableScheme
 from hf_posswap.schemes.mechanism import Mechanism, by_head
 from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme, own_rope
-from hf_posswap.utils.threads import PROCESS
 
 _SPREAD = 0.02
 """Standard deviation of the learned table without a model: GPT-2's initialization."""
@@ -234,8 +234,7 @@ def _mechanism(subject: Shown, layer: int) -> Mechanism | None:
     """Return the scheme's mechanism inside attention, or None."""
     if not subject.scheme.acts_inside:
         return None
-    with PROCESS, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for randomly initialized learned biases
+    with PrivateRandomness(0):  # for randomly initialized learned biases
         mechanism = subject.scheme.mechanism(subject.geometry).for_layer(layer)
     return mechanism.requires_grad_(False)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_fake import without_fake_mode
+from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.errors import PosswapError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import Scheme
@@ -32,11 +33,10 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
     with (
         without_fake_mode(),
         torch.device("cpu"),
-        torch.random.fork_rng(devices=[]),
+        PrivateRandomness(0),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
     ):
-        torch.manual_seed(0)
         for mechanism in reversed(list(scheme.mechanism(geometry).modules())):  # the error names the innermost
             if isinstance(mechanism, Mechanism):
                 _Trial(scheme, mechanism, geometry).run()
