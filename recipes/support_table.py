@@ -112,21 +112,21 @@ def stale_classes(rows: list[Row], page: str) -> list[str]:
     """Return the classes for which the table in `page` does not say what `rows`, of some of all classes, found."""
     lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines()]
     head = next((line for line in lines if line[:2] == ["classes", "model types"]), [])
-    said: dict[str, list[dict[str, str]]] = defaultdict(list)
+    cells_of_type: dict[str, list[dict[str, str]]] = defaultdict(list)
     for line in lines:
         if len(line) == len(head) and line[0].isdigit():
             outcomes = zip(head[2:], line[2:], strict=True)
             cells = {scheme: cell for schemes, cell in outcomes for scheme in schemes.split(", ")}
             for model_type in re.findall(r"`([^`]+)`", line[1]):
-                said[model_type].append(cells)
+                cells_of_type[model_type].append(cells)
     left_out = {name for line in page.splitlines() if line.startswith("- `") for name in re.findall(r"`(\w+)`", line)}
     stale = []
     for row in rows:
-        found = {scheme: CELLS[cell["outcome"]] for scheme, cell in row["schemes"].items()}
+        outcomes_by_scheme = {scheme: CELLS[cell["outcome"]] for scheme, cell in row["schemes"].items()}
         if _outcomes(row) == {"no"}:
             is_said = row["class"] in left_out
         else:
-            is_said = all(found in said[model_type] for model_type in row["model_types"])
+            is_said = all(outcomes_by_scheme in cells_of_type[model_type] for model_type in row["model_types"])
         if not is_said:
             stale.append(row["class"])
     return stale

@@ -60,7 +60,7 @@ PICTURE_OF = {f"{_RESULTS}/{path.name}": f"results/{path.name}" for path in sort
 
 def source_of(page: str) -> str:
     """Return the file of the repository that the site's `page` is made of."""
-    return next(source for source, place in PAGE_OF.items() if place == page)
+    return next(source for source, site_page in PAGE_OF.items() if site_page == page)
 
 
 def led_on(markdown: str, source: str, place: str) -> str:
@@ -69,17 +69,17 @@ def led_on(markdown: str, source: str, place: str) -> str:
     A link to a file that is no page keeps its words and loses its target. Code is left alone.
     """
 
-    def replaced(found: re.Match[str]) -> str:
-        mark, words, link = found.groups()
+    def replaced(match: re.Match[str]) -> str:
+        mark, label, link = match.groups()
         if "://" in link or link.startswith(("#", "mailto:")):
-            return found[0]
+            return match[0]
         path, hash_, anchor = link.partition("#")
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         if not (ROOT / file).exists():
-            return found[0]  # mkdocs will say that it leads nowhere
+            return match[0]  # mkdocs will say that it leads nowhere
         target = PAGE_OF.get(file) or PICTURE_OF.get(file)
         if target is None:
-            return words
-        return f"{mark}[{words}]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{hash_}{anchor})"
+            return label
+        return f"{mark}[{label}]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{hash_}{anchor})"
 
     return "".join(part if part.startswith("```") else _LINK.sub(replaced, part) for part in _FENCE.split(markdown))

@@ -44,11 +44,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return a page with its regions generated, its links led on and the tests' comments gone."""
     place = page.file.src_uri
     source = source_of(place)
-    filled = _REGION.sub(lambda found: GENERATED[found[1]](), led_on(markdown, source, place))
+    filled = _REGION.sub(lambda match: GENERATED[match[1]](), led_on(markdown, source, place))
     return _outside_code(filled)
 
 
 def _outside_code(markdown: str) -> str:
     """Return `markdown` without comments on lines of their own, those in code kept."""
-    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(part if part.startswith("```") else _COMMENT.sub("", part) for part in parts)
+    blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(block if block.startswith("```") else _COMMENT.sub("", block) for block in blocks)

@@ -101,13 +101,13 @@ class Advice(ResultView):
         ]
         others = [(option.title, "; ".join(why_not(option))) for option in self.others]
         further = [(str(row), row.source) for row in self.further]
-        parts = [
+        blocks = [
             html_tables.title(f"{self.model}: {self.length:,} tokens, {self.windows:.3g} of its windows"),
             html_tables.table(rows),
             *([html_tables.table(others, ("other option", "why not, or why too"))] if others else []),
             *([html_tables.table(further, ("see also", "source"))] if further else []),
         ]
-        return html_tables.together(parts)
+        return html_tables.together(blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as JSON data."""

@@ -53,7 +53,7 @@ class RotarySet:
         return rope if isinstance(rope, dict) else {}
 
     @property
-    def held(self) -> Tensor:
+    def actual(self) -> Tensor:
         """The angles that the model computes with."""
         return getattr(self.module, buffer_name(self.name))
 
@@ -117,23 +117,23 @@ def angle_findings(sets: list[RotarySet], *, is_skeleton: bool) -> Iterator[Find
 
 def _of_buffer(each: RotarySet) -> Finding | None:
     """Return what is wrong with the tensor itself, or None."""
-    held = each.held
-    if held.is_meta:
+    angles = each.actual
+    if angles.is_meta:
         return Finding(
             "error", each.where, "it is on the meta device: there are no angles.",
             "Load with from_pretrained, which fills them, or build the module on the CPU and load the state dict then.",
             "angles-missing",
         )  # fmt: skip
-    is_unset = not bool(held.any()) and (each.due is None or bool(each.due.any()))  # without positions, all are zero
-    if not bool(torch.isfinite(held).all()) or float(held.abs().max()) > 1e3 or is_unset:
+    is_unset = not bool(angles.any()) and (each.due is None or bool(each.due.any()))  # without positions, all are zero
+    if not bool(torch.isfinite(angles).all()) or float(angles.abs().max()) > 1e3 or is_unset:
         return Finding(
             "error", each.where, "its values are no angles (not finite, or all zero, or above 1000): memory that "
             "nothing filled. Angles are not among the saved weights, so to_empty() and load_state_dict() leave them.",
             "Load with from_pretrained, or build the rotary module again from the config.", "angles-nonfinite",
         )  # fmt: skip
-    if held.dtype in (torch.float16, torch.bfloat16) and each.due is not None:
-        off = (held.detach().double().cpu() - each.due.double()).abs().max().item() * each.length
-        cast = str(held.dtype).removeprefix("torch.")
+    if angles.dtype in (torch.float16, torch.bfloat16) and each.due is not None:
+        off = (angles.detach().double().cpu() - each.due.double()).abs().max().item() * each.length
+        cast = str(angles.dtype).removeprefix("torch.")
         return Finding(
             "error", each.where, f"the angles were cast to {cast} (model.half(), .bfloat16() or .to(dtype) do that): "
             f"at position {each.length} they are wrong by up to {off:.3g} radians.",
@@ -144,14 +144,14 @@ def _of_buffer(each: RotarySet) -> Finding | None:
 
 def _of_config(each: RotarySet) -> Iterator[Finding]:
     """Yield where angles and factor are not what the class makes of its config today."""
-    held, due = each.held.detach().double().cpu(), each.due
+    angles, due = each.actual.detach().double().cpu(), each.due
     if due is None:
         return
     due = due.double()
-    if held.shape != due.shape or not any(_alike(held, other) for other in _allowed(each, due)):
+    if angles.shape != due.shape or not any(_alike(angles, other) for other in _allowed(each, due)):
         wanted = f"{_rope_text(each.rope)} (theta {_theta_text(due)})" if each.rope else "the config's"
         yield Finding(
-            "error", each.where, f"the angles in force are {_described(held)}, and the config says {wanted}. "
+            "error", each.where, f"the angles in force are {_described(angles)}, and the config says {wanted}. "
             "transformers computes them once, when the model is built: a later change of the config has no effect.",
             _REBUILD, "angles-differ",
         )  # fmt: skip
@@ -190,37 +190,37 @@ def _of_formula(each: RotarySet) -> Iterator[Finding]:
     angles, factor = formula
     due = due.double()
     if _alike(due, angles):
-        made = factor_of(each.fresh, each.name) if each.fresh is not None else factor
-        if abs(made - factor) > 1e-4 * factor:
+        applied = factor_of(each.fresh, each.name) if each.fresh is not None else factor
+        if abs(applied - factor) > 1e-4 * factor:
             yield Finding(
-                "error", each.where, f"{type(each.module).__name__} multiplies cos and sin by {made:.6g}, and "
+                "error", each.where, f"{type(each.module).__name__} multiplies cos and sin by {applied:.6g}, and "
                 f"{_rope_text(each.rope)} means {factor:.6g}.", "Write attention_factor itself.", "attention-factor",
             )  # fmt: skip
         return
-    kind = rope_type_of(each.rope)
+    rope_type = rope_type_of(each.rope)
     plain = rope_angles(each.rope | {"rope_type": "default"}, 2 * len(due), each.length)[0]
-    if kind in SCALED and _alike(due, plain):
+    if rope_type in SCALED and _alike(due, plain):
         yield Finding(
-            "error", each.where, f"{type(each.module).__name__} does not read rope type {kind!r}: its angles are those "
-            "of plain RoPE.", "Use a class that applies it, or hf_posswap.patch_model.", "scaling-ignored",
+            "error", each.where, f"{type(each.module).__name__} does not read rope type {rope_type!r}: its angles are "
+            "those of plain RoPE.", "Use a class that applies it, or hf_posswap.patch_model.", "scaling-ignored",
         )  # fmt: skip
     elif _same_whatever_theta(each, due):
         yield Finding(
             "error", each.where, f"{type(each.module).__name__} does not read rope_theta: its angles are "
             f"{_described(due)}.", "Use a class that applies it, or hf_posswap.patch_model.", "theta-ignored",
         )  # fmt: skip
-    elif kind in SCALED and not _has_own(each.module, kind):
+    elif rope_type in SCALED and not _has_own(each.module, rope_type):
         yield Finding(
             "error", each.where, f"the angles of {type(each.module).__name__} differ from the formula of rope type "
-            f"{kind!r} by up to {float((due - angles).abs().max() / angles.abs().max()):.2g} of the fastest.",
+            f"{rope_type!r} by up to {float((due - angles).abs().max() / angles.abs().max()):.2g} of the fastest.",
             "Compare with hf_posswap.patch_model(model, config.rope_parameters), and report it to transformers.",
             "angles-formula",
         )  # fmt: skip
 
 
-def _has_own(module: Any, kind: str) -> bool:
+def _has_own(module: Any, rope_type: str) -> bool:
     """Return whether the class of a rotary module brings a function of its own for a rope type."""
-    return hasattr(module, f"compute_{kind}_rope_parameters")
+    return hasattr(module, f"compute_{rope_type}_rope_parameters")
 
 
 def _same_whatever_theta(each: RotarySet, due: Tensor) -> bool:
@@ -229,8 +229,8 @@ def _same_whatever_theta(each: RotarySet, due: Tensor) -> bool:
     inner = parameters[each.name] if each.name else parameters
     inner["rope_theta"] = 7.0 * inner["rope_theta"]
     other = _built_anew(each.module, parameters)
-    made = None if other is None else getattr(other, buffer_name(each.name), None)
-    return made is not None and _alike(due, made)
+    angles = None if other is None else getattr(other, buffer_name(each.name), None)
+    return angles is not None and _alike(due, angles)
 
 
 def formula_of(each: RotarySet) -> tuple[Tensor, float] | None:

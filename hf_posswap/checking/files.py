@@ -42,8 +42,8 @@ def lost_findings(raw: dict[str, Any], config: Any) -> Iterator[Finding]:
     """
     inner = {name: value for name, value in raw.items() if isinstance(value, dict) and name not in _SETTINGS}
     text = config.get_text_config()
-    own = config if _layers(config) else text
-    yield from _lost(raw, own, "config.json")
+    layered_config = config if _layers(config) else text
+    yield from _lost(raw, layered_config, "config.json")
     for name, values in inner.items():
         loaded = getattr(config, name, None)
         if hasattr(loaded, "to_dict"):
@@ -68,8 +68,8 @@ def _lost(raw: dict[str, Any], config: Any, where: str) -> Iterator[Finding]:
     thetas = [layer.get("rope_theta") for layer in layers]
     settings = [(name, raw[name]) for name in _SETTINGS if isinstance(raw.get(name), dict)]
     inside = [value.get("rope_theta") for _, value in settings]
-    said = {name: raw[name] for name in THETAS if isinstance(raw.get(name), (int, float))}
-    for name, value in said.items():
+    thetas_in_file = {name: raw[name] for name in THETAS if isinstance(raw.get(name), (int, float))}
+    for name, value in thetas_in_file.items():
         if value not in thetas and all(theta is None for theta in inside):
             yield _lost_theta(f"{where}: {name}", value, thetas, config)
     for name, setting in settings:
@@ -95,16 +95,16 @@ def _lost_scaling(where: str, setting: dict[str, Any], layers: list[dict[str, An
     """Yield a scaling on disk of which the loaded config has another type, or other values."""
     if any(isinstance(value, dict) for value in setting.values()):
         return
-    kind = _SPELLED.get(rope_type_of(setting), rope_type_of(setting))
-    if kind in _NO_SCALING:
+    rope_type = _SPELLED.get(rope_type_of(setting), rope_type_of(setting))
+    if rope_type in _NO_SCALING:
         return
-    same = [layer for layer in layers if rope_type_of(layer) == kind]
-    keys = _OF_TYPE.get(kind, set())
+    same = [layer for layer in layers if rope_type_of(layer) == rope_type]
+    keys = _OF_TYPE.get(rope_type, set())
     agree = [layer for layer in same if all(layer.get(key) == setting[key] for key in keys & setting.keys())]
     if not agree:
         loaded = " and ".join(dict.fromkeys(rope_type_of(layer) for layer in layers))
-        problem = f"it is {kind!r} on disk, and the model computes with rope type {loaded}" if not same else (
-            f"its values are not those of the loaded rope type {kind!r}"
+        problem = f"it is {rope_type!r} on disk, and the model computes with rope type {loaded}" if not same else (
+            f"its values are not those of the loaded rope type {rope_type!r}"
         )  # fmt: skip
         yield Finding(
             "error", where, f"{problem}: {type(config).__name__} does not take them from there.",
@@ -115,26 +115,27 @@ def _lost_scaling(where: str, setting: dict[str, Any], layers: list[dict[str, An
 
 def key_findings(config: Any) -> Iterator[Finding]:
     """Yield keys of rope parameters that have no effect: those of another rope type, and misspelled ones."""
-    for path, part in config_parts(config).items():
-        rope = getattr(part, "rope_parameters", None)
+    for path, sub_config in config_parts(config).items():
+        rope = getattr(sub_config, "rope_parameters", None)
         if not isinstance(rope, dict):
             continue
         nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
         for name, layer in (nested or {"": rope}).items():
             where = ".".join(filter(None, ["config", path, "rope_parameters", name]))
-            yield from _keys(layer, where, set(getattr(part, "ignore_keys_at_rope_validation", None) or ()))
+            yield from _keys(layer, where, set(getattr(sub_config, "ignore_keys_at_rope_validation", None) or ()))
 
 
 def _keys(rope: dict[str, Any], where: str, ignored: set[str]) -> Iterator[Finding]:
-    kind = rope_type_of(rope)
-    if kind not in _OF_TYPE:
+    rope_type = rope_type_of(rope)
+    if rope_type not in _OF_TYPE:
         return
     for key, value in rope.items():
-        if value is None or key in ignored | _COMMON | _OF_TYPE[kind]:
+        if value is None or key in ignored | _COMMON | _OF_TYPE[rope_type]:
             continue
         if key in _SCALING and value not in (1, False):
             yield Finding(
-                "warning", f"{where}.{key}", f"rope type {kind!r} does not read it: {_short(value)} has no effect.",
+                "warning", f"{where}.{key}", f"rope type {rope_type!r} does not read it: {_short(value)} has no "
+                "effect.",
                 "Write the rope type that it belongs to as rope_type, or remove it.", "rope-key",
             )  # fmt: skip
         elif key not in _KNOWN:

@@ -63,14 +63,14 @@ class Coverage:
     skipped: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
-    def skip(self, what: str, why: str) -> None:
+    def skip(self, check: str, why: str) -> None:
         """Add a check that does not apply, or was not requested."""
-        self.skipped.append(f"{what}: {why}")
+        self.skipped.append(f"{check}: {why}")
 
-    def fail(self, what: str, error: Exception | str) -> None:
+    def fail(self, check: str, error: Exception | str) -> None:
         """Add a check that should have run and could not."""
         why = error if isinstance(error, str) else f"{type(error).__name__}: {said_by(error, 200)}"
-        self.skip(what, why)
+        self.skip(check, why)
         self.failed.append(self.skipped[-1])
 
 
@@ -143,13 +143,13 @@ class CheckReport(ResultView):
     def _repr_html_(self) -> str:
         rows = [(f.severity, f.code, f.where, f.what, f.do) for f in self.findings]
         header = ("severity", "code", "where", "problem", "what to do")
-        found = html_tables.table(rows, header) if rows else html_tables.paragraph("nothing found")
+        list_html = html_tables.table(rows, header) if rows else html_tables.paragraph("nothing found")
         rest = [("checked", line) for line in self.checked] + [("Not checked", line) for line in self.skipped]
-        return html_tables.together([html_tables.title(self.source), found, html_tables.table(rest)])
+        return html_tables.together([html_tables.title(self.source), list_html, html_tables.table(rest)])
 
     def __str__(self) -> str:
-        found = ("ok" if self.complete else "no errors in what was checked") if self.ok else "not ok"
-        lines = [f"{self.source}: {found}", f"checked: {', '.join(self.checked)}"]
+        verdict = ("ok" if self.complete else "no errors in what was checked") if self.ok else "not ok"
+        lines = [f"{self.source}: {verdict}", f"checked: {', '.join(self.checked)}"]
         lines += [_line(finding) for finding in self.findings] or ["nothing found"]
         return in_lines(lines + [f"Not checked: {line}" for line in self.skipped])
 

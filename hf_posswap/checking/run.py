@@ -184,23 +184,23 @@ class _Examined:
                 self.coverage.skip("what the swap does to outputs", "the outputs are broken")
             self._swap(model, runs=runs and not broken)
 
-    def group(self, what: str, findings: Callable[[], Iterable[Finding]]) -> None:
+    def group(self, check: str, findings: Callable[[], Iterable[Finding]]) -> None:
         """Add the findings of a group of checks; where it raises, it is listed as not checked."""
         try:
             for finding in findings():
                 self.findings.append(finding)
         except Exception as error:  # configs hold any values, and models any code
-            self.coverage.fail(what, error)
+            self.coverage.fail(check, error)
 
     def sites(self, model: Any) -> Sites | None:
         """Return where the positions of a model are; None, with the reason, where no family describes it."""
-        what = "position tables and their lengths"
+        check = "position tables and their lengths"
         try:
             return locate(model)
         except PosswapError as error:
-            self.coverage.skip(what, said_by(error, 200))
+            self.coverage.skip(check, said_by(error, 200))
         except Exception as error:  # its config has values that fail anywhere
-            self.coverage.fail(what, error)
+            self.coverage.fail(check, error)
         return None
 
     def last(self, model: Any, diagnosis: Diagnosis | None, length: Any) -> None:
@@ -355,7 +355,9 @@ def _changed_on_purpose(model: Any, raw: dict[str, Any], lost: list[Finding]) ->
 
 
 def _as_changed(finding: Finding) -> Finding:
-    what = finding.what.partition(": ")[0]
-    what += ": the config was changed after loading, or another was passed, and the weights were trained by the file's."
+    problem = finding.what.partition(": ")[0]
+    problem += (
+        ": the config was changed after loading, or another was passed, and the weights were trained by the file's."
+    )
     do = "Load without config=, or write the change to config.json; after a change of theta or scaling, train."
-    return replace(finding, severity="warning", what=what, do=do)
+    return replace(finding, severity="warning", what=problem, do=do)

@@ -48,8 +48,8 @@ class _Runner:
         """Return tokens that no field of the config calls special, [number]."""
         config = self.model.config
         values = [config.to_dict(), config.get_text_config().to_dict()]
-        kinds = ("id", "index", "token")
-        special = {value for each in values for key, value in each.items() if key.rpartition("_")[2] in kinds
+        suffixes = ("id", "index", "token")
+        special = {value for each in values for key, value in each.items() if key.rpartition("_")[2] in suffixes
                    and isinstance(value, int)}  # fmt: skip
         size = self.model.get_input_embeddings().weight.shape[0]
         plain = [token for token in range(size) if token not in special]
@@ -65,13 +65,13 @@ class _Runner:
         if self.paired:
             inputs["decoder_input_ids"] = self.ids[None, :3].to(device)
         outputs = self.model(**inputs, **({"use_cache": False} if "use_cache" in self.takes else {}))
-        self.outputs, found = "logits", getattr(outputs, "logits", None)
-        if found is None or found.dim() != 3:
-            self.outputs, found = "last_hidden_state", getattr(outputs, "last_hidden_state", None)
-        if found is None or found.shape[:2] != (1, 3 if self.paired else ids.shape[0]):
+        self.outputs, values = "logits", getattr(outputs, "logits", None)
+        if values is None or values.dim() != 3:
+            self.outputs, values = "last_hidden_state", getattr(outputs, "last_hidden_state", None)
+        if values is None or values.shape[:2] != (1, 3 if self.paired else ids.shape[0]):
             raise Unable("it has no output at each token")
-        never = (found[0] <= torch.finfo(found.dtype).min).all(0)  # tokens that a class never gives: of images, ...
-        return found[0].masked_fill(never & ~never.all(), 0.0).float().cpu()
+        never = (values[0] <= torch.finfo(values.dtype).min).all(0)  # tokens that a class never gives: of images, ...
+        return values[0].masked_fill(never & ~never.all(), 0.0).float().cpu()
 
 
 def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterat
     """
     for module in model.modules():  # not eval(), at which some adapters merge their weights
         module.training = False
-    what = "outputs, padding and packing"
+    topic = "outputs, padding and packing"
     try:
         with torch.no_grad(), _random_state_kept(model):
             runner = _Runner(model, rows)
@@ -96,17 +96,17 @@ def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterat
                 why = f"with such outputs ({broken.code}) all rows look alike or none do"
                 coverage.skip("padding and packing", why)
                 return
-            what = "padding"
+            topic = "padding"
             try:
                 yield from _padding(runner, alone, coverage)
             except Exception as error:  # packing may run
-                coverage.fail(what, error)
-            what = "packing"
+                coverage.fail(topic, error)
+            topic = "packing"
             yield from _packing(runner, alone, coverage)
     except Unable as unable:
-        coverage.skip(what, f"{type(model).__name__} was not run, because {unable}")
+        coverage.skip(topic, f"{type(model).__name__} was not run, because {unable}")
     except Exception as error:  # a class may ask for inputs that only its processor makes
-        coverage.fail(what, f"{type(model).__name__} cannot be run on tokens alone: {said_by(error, 200)}")
+        coverage.fail(topic, f"{type(model).__name__} cannot be run on tokens alone: {said_by(error, 200)}")
 
 
 @contextmanager
@@ -114,8 +114,11 @@ def _random_state_kept(model: Any) -> Iterator[None]:
     """Give torch's random numbers of the CPU and of the model's devices back their state: a forward may draw some."""
     devices = {each.device for each in (*model.parameters(), *model.buffers())}
     others = [device for device in devices if device.type not in ("cpu", "meta")]
-    kind = others[0].type if others else "cuda"
-    with PROCESS, torch.random.fork_rng([device for device in others if device.type == kind], device_type=kind):
+    device_type = others[0].type if others else "cuda"
+    with (
+        PROCESS,
+        torch.random.fork_rng([device for device in others if device.type == device_type], device_type=device_type),
+    ):
         yield
 
 
@@ -131,24 +134,24 @@ def _nonfinite(runner: _Runner, outputs: Tensor, how: str = "") -> Finding | Non
     nan, infinite = int(outputs.isnan().sum()), int(outputs.isinf().sum())
     if not nan + infinite:
         return None
-    kinds = " and ".join(f"{number} {kind}" for number, kind in ((nan, "NaN"), (infinite, "infinite")) if number)
-    what = f"of {outputs.numel()} {runner.outputs} of a row of {len(outputs)} tokens{how}, {kinds}"
+    counts = " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (infinite, "infinite")) if number)
+    problem = f"of {outputs.numel()} {runner.outputs} of a row of {len(outputs)} tokens{how}, {counts}"
     if how:
         do = "Run rows of one length, or one row at a time, or try another attn_implementation."
-        what += ": those of the row alone are finite. A mask that hides every key of a token does that."
-        return Finding("error", runner.outputs, what, do, "outputs-nonfinite")
+        problem += ": those of the row alone are finite. A mask that hides every key of a token does that."
+        return Finding("error", runner.outputs, problem, do, "outputs-nonfinite")
     weights = _named(runner.model, lambda tensor: not bool(tensor.isfinite().all()))
     if weights:
-        what += f". Weights with NaN or infinite values: {weights}."
+        problem += f". Weights with NaN or infinite values: {weights}."
         do = "Load the checkpoint again from its source, or one from before the step at which the loss was not finite."
-        return Finding("error", runner.outputs, what, do, "outputs-nonfinite")
+        return Finding("error", runner.outputs, problem, do, "outputs-nonfinite")
     dtype, first = str(runner.model.dtype).removeprefix("torch."), _first_nonfinite(runner)
     where = f", and {first} is the first module with such outputs" if first else ""
-    what += f". All weights are finite{where}: it overflows in {dtype}, or divides by zero."
+    problem += f". All weights are finite{where}: it overflows in {dtype}, or divides by zero."
     do = "Load with dtype=torch.float32 (or torch.bfloat16, which has its range)" if dtype == "float16" else (
         "Compare the config with the weights (eps of norms, scales), then look into that module"
     )  # fmt: skip
-    return Finding("error", runner.outputs, what, f"{do}.", "outputs-nonfinite")
+    return Finding("error", runner.outputs, problem, f"{do}.", "outputs-nonfinite")
 
 
 def _constant(runner: _Runner, outputs: Tensor) -> Finding | None:
@@ -176,9 +179,9 @@ def _named(model: Any, is_meant: Callable[[Tensor], bool]) -> str:
     tensors = [
         (n, tensor) for n, tensor in model.named_parameters() if tensor.is_floating_point() and not tensor.is_meta
     ]
-    meant = [name for name, tensor in tensors if is_meant(tensor if tensor.element_size() > 1 else tensor.float())]
-    more = f" and {len(meant) - 3} more" if len(meant) > 3 else ""
-    return f"{', '.join(meant[:3])}{more} ({len(meant)} of {len(tensors)})" if meant else ""
+    names = [name for name, tensor in tensors if is_meant(tensor if tensor.element_size() > 1 else tensor.float())]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} ({len(names)} of {len(tensors)})" if names else ""
 
 
 def _first_nonfinite(runner: _Runner) -> str | None:
@@ -299,18 +302,18 @@ def _gap(first: Tensor, second: Tensor, scale: Tensor) -> str:
     return f"up to {float((first - second).abs().max() / scale.std()):.2g} standard deviations of the outputs"
 
 
-def _ran(runner: _Runner, code: str, where: str, what: str, do: str) -> Finding:
+def _ran(runner: _Runner, code: str, where: str, effect: str, do: str) -> Finding:
     """Return a finding: a note where a class of transformers is made so, an error where a swap made it so."""
     name, swap = type(runner.model).__name__, getattr(runner.model, "_posswap", None)
     if swap is None or swap.plan.route == "native":
-        return Finding("note", where, f"{name}, by its design: {what}", do, code)
+        return Finding("note", where, f"{name}, by its design: {effect}", do, code)
     if code == "padding":  # a swapped model counts positions as its class does; distances do not depend on that
         by_design = not swap.plan.scheme.traits.relative
     else:
         by_design = code in codes_of_class(native_class(type(runner.model)))
     if by_design:
-        return Finding("note", where, f"{name} with {swap.plan.named}, by the design of the class: {what}", do, code)
-    return Finding("error", where, f"{name} with {swap.plan.named}: {what}", do, code)
+        return Finding("note", where, f"{name} with {swap.plan.named}, by the design of the class: {effect}", do, code)
+    return Finding("error", where, f"{name} with {swap.plan.named}: {effect}", do, code)
 
 
 @lru_cache(maxsize=64)

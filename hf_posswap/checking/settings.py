@@ -20,13 +20,13 @@ def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
     """Yield scalings that change no angle at any length."""
     seen: list[tuple[dict[str, Any], str]] = []
     for each in sets:
-        kind = rope_type_of(each.rope)
+        rope_type = rope_type_of(each.rope)
         where = f"config: rope_parameters{f'.{each.name}' if each.name else ''}"
-        if kind in ("default", "proportional") or (each.rope, where) in seen:
+        if rope_type in ("default", "proportional") or (each.rope, where) in seen:
             continue
         seen.append((each.rope, where))
         lists = [name for name in ("short_factor", "long_factor") if isinstance(each.rope.get(name), (list, tuple))]
-        pairs = each.held.shape[-1]
+        pairs = each.actual.shape[-1]
         wrong = [f"{name} has {len(each.rope[name])}" for name in lists if len(each.rope[name]) != pairs]
         if wrong:
             yield Finding(
@@ -35,8 +35,8 @@ def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
             )  # fmt: skip
         elif _changes_nothing(each, pairs):
             yield Finding(
-                "warning", where, f"rope type {kind!r} changes no angle at any length with these values: it has no "
-                f"effect ({_values(each.rope)}).",
+                "warning", where, f"rope type {rope_type!r} changes no angle at any length with these values: it has "
+                f"no effect ({_values(each.rope)}).",
                 "Write the factor, target length over original length, and original_max_position_embeddings, the "
                 "length of the pretraining; or remove the scaling.", "scaling-noop",
             )  # fmt: skip
@@ -66,10 +66,10 @@ def _changes_nothing(each: RotarySet, pairs: int) -> bool:
     far = 64 * max(each.length, 1)
     try:
         plain = rope_angles({"rope_theta": each.rope["rope_theta"]}, 2 * pairs, each.length)[0]
-        made = [rope_angles(each.rope, 2 * pairs, each.length, length) for length in (0, far)]
+        scaled = [rope_angles(each.rope, 2 * pairs, each.length, length) for length in (0, far)]
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return False
-    return all(factor == 1.0 and bool((angles - plain).abs().max() <= 1e-6 * plain.max()) for angles, factor in made)
+    return all(factor == 1.0 and bool((angles - plain).abs().max() <= 1e-6 * plain.max()) for angles, factor in scaled)
 
 
 def _values(rope: dict[str, Any]) -> str:
@@ -114,16 +114,16 @@ def table_findings(model: Any, sites: Sites | None) -> Iterator[Finding]:
             continue
         weight = getattr(get(model, stack.table.path), "weight", None)
         path, _, name = stack.config_name.rpartition(".")
-        said = getattr(config_at(model.config, path), name, None)
-        if weight is None or weight.dim() != 2 or not isinstance(said, int):
+        length = getattr(config_at(model.config, path), name, None)
+        if weight is None or weight.dim() != 2 or not isinstance(length, int):
             continue
         rows = weight.shape[0] - stack.table.offset
-        if stack.config_length(rows) < said:
+        if stack.config_length(rows) < length:
             yield Finding(
-                "error", f"config.{stack.config_name}", f"it is {said}, and {stack.table.path} has rows for {rows} "
+                "error", f"config.{stack.config_name}", f"it is {length}, and {stack.table.path} has rows for {rows} "
                 "positions: longer texts are an error, or read other rows.",
                 f"Set it to {stack.config_length(rows)}, or lengthen the table: hf_posswap.patch_model(model, "
-                f"'learned', max_length={said}).", "length-table",
+                f"'learned', max_length={length}).", "length-table",
             )  # fmt: skip
 
 

@@ -92,10 +92,10 @@ def _imported(text: str) -> Any:
         raise OptionError(f"--import takes MODULE:NAME, as in my_build:model; got {text!r}.")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found() if callable(found) and not hasattr(found, "config") else found
+        value: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            value = getattr(value, attribute)
+        return value() if callable(value) and not hasattr(value, "config") else value
     except Exception as error:  # somebody's own code may raise anything
         raise OptionError(f"--import {text}: {type(error).__name__}: {said_by(error)}") from error
     finally:

@@ -139,11 +139,11 @@ class PosswapGroup(_OneLine, TyperGroup):
         number = 0
         while number < end:
             option, equals, value = args[number].partition("=")
-            words = args[number : number + (2 if option == _IMPORT and not equals else 1)]
-            value = value if equals else words[-1]
+            arguments = args[number : number + (2 if option == _IMPORT and not equals else 1)]
+            value = value if equals else arguments[-1]
             is_module_and_name = ":" in value and not value.endswith(".py")
-            (rest if option != _IMPORT or is_module_and_name else imports).extend(words)
-            number += len(words)
+            (rest if option != _IMPORT or is_module_and_name else imports).extend(arguments)
+            number += len(arguments)
         return super().parse_args(ctx, [*imports, *rest, *args[end:]])
 
 

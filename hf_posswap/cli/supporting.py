@@ -68,7 +68,7 @@ def _show(entries: Sequence[ClassEntry]) -> None:
         refused = "" if entry.supported else f": {entry.reason}"
         show_indented(f"{entry.name} ({', '.join(entry.model_types)}){refused}", 0)
     by_route = {
-        route: [scheme for scheme, own in entries[0].routes.items() if own == route]
+        route: [scheme for scheme, scheme_route in entries[0].routes.items() if scheme_route == route]
         for route in ("native", "plugin", "no")
     }
     show_pairs((f"  {route}", ", ".join(schemes)) for route, schemes in by_route.items() if schemes)

@@ -90,11 +90,11 @@ def weights_without_adapters(model: nn.Module) -> dict[str, Any]:
     adapted = {name for name, module in model.named_modules() if is_adapted(module)}
     weights = {}
     for key, weight in model.state_dict().items():
-        parts = key.split(".")
-        inside = [".".join(parts[:end]) in adapted for end in range(len(parts))]
-        here = [part for part, is_inside in zip(parts, inside, strict=True) if is_inside]
-        if all(part in ("base_layer", "original_module") for part in here):
-            kept = [part for part, is_inside in zip(parts, inside, strict=True) if not is_inside]
+        segments = key.split(".")
+        inside = [".".join(segments[:end]) in adapted for end in range(len(segments))]
+        here = [segment for segment, is_inside in zip(segments, inside, strict=True) if is_inside]
+        if all(segment in ("base_layer", "original_module") for segment in here):
+            kept = [segment for segment, is_inside in zip(segments, inside, strict=True) if not is_inside]
             weights[".".join(kept)] = weight
     return weights
 

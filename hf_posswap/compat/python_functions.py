@@ -36,15 +36,15 @@ def rebound(function: Any, copies: Mapping[int, Any], _above: tuple[int, ...] = 
         return rebound(value, copies, above) if callable(value) and not isinstance(value, type) else value
 
     if isinstance(function, MethodType):
-        parts = (function.__func__, function.__self__)
-        new = tuple(map(_exchanged, parts))
-        return function if _same(parts, new) else MethodType(*new)
+        bound = (function.__func__, function.__self__)
+        new = tuple(map(_exchanged, bound))
+        return function if _same(bound, new) else MethodType(*new)
     if isinstance(function, functools.partial):
-        held = (function.func, *function.args, *function.keywords.values())
-        new = tuple(map(_exchanged, held))
+        values = (function.func, *function.args, *function.keywords.values())
+        new = tuple(map(_exchanged, values))
         count = 1 + len(function.args)
         keywords = dict(zip(function.keywords, new[count:], strict=True))
-        return function if _same(held, new) else functools.partial(new[0], *new[1:count], **keywords)
+        return function if _same(values, new) else functools.partial(new[0], *new[1:count], **keywords)
     if isinstance(function, FunctionType):
         return _rebound_closure(function, _exchanged)
     held_by_name = vars(function) if hasattr(function, "__dict__") and id(function) not in copies else {}
@@ -82,4 +82,4 @@ def _is_empty(cell: CellType) -> bool:
 
 
 def _same(before: Any, after: Any) -> bool:
-    return all(one is other for one, other in zip(before, after, strict=True))
+    return all(first is second for first, second in zip(before, after, strict=True))

@@ -66,8 +66,8 @@ def auto_class_name(architecture: str) -> str:
         >>> auto_class_name("GPT2LMHeadModel"), auto_class_name("BertModel")
         ('AutoModelForCausalLM', 'AutoModel')
     """
-    found = (auto for task, auto in _AUTO_CLASSES.items() if architecture in class_names(task).values())
-    return next(found, "AutoModel")
+    names = (auto for task, auto in _AUTO_CLASSES.items() if architecture in class_names(task).values())
+    return next(names, "AutoModel")
 
 
 def build_model(cls: Any, config: Any, **kwargs: Any) -> Any:

@@ -122,11 +122,11 @@ def cache_view(cache: Any, change: Callable[[Tensor], Tensor]) -> Any:
         cache: that the caller passed; it holds what `change` makes of the keys.
         change: of new keys [B, G, Q, D].
     """
-    part = self_attention_cache(cache)
-    if part is not cache:
+    self_attention = self_attention_cache(cache)
+    if self_attention is not cache:
         whole: Any = object.__new__(type(cache))
         whole.__dict__.update(cache.__dict__)
-        whole.self_attention_cache = cache_view(part, change)
+        whole.self_attention_cache = cache_view(self_attention, change)
         return whole
     view: Any = object.__new__(_view_class(type(cache)))
     view.__dict__.update(cache.__dict__)

@@ -68,7 +68,7 @@ def effective_length(
         needed = next(n for n in range(fewest, 10**6) if wilson_interval(n, n)[0] >= bar)
         reason = f"{fewest} questions per length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
         return EffectiveLength(None, base, bar, reason.replace("%", " %"))
-    bounds = {length: wilson_interval(*found)[0] for length, found in answers.items() if length > base_length}
+    bounds = {length: wilson_interval(*counts)[0] for length, counts in answers.items() if length > base_length}
     longest = longest_passing(bounds, bar) or base_length
     return EffectiveLength(longest, base, bar, None)
 

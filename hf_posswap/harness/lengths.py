@@ -65,16 +65,16 @@ def load_tasks(names: Sequence[str], manager: Any, metadata: dict[str, Any], len
         if length is not None:
             metadata[KEY] = _thousands(length) if name.startswith("babilong") else [length]
         with telling_what_is_missing(name):
-            found = dict(manager.load([name])["tasks"])
+            loaded = dict(manager.load([name])["tasks"])
         if length is not None and any(
-            metadata[KEY] != (task.config.metadata or {}).get(KEY) for task in found.values()
+            metadata[KEY] != (task.config.metadata or {}).get(KEY) for task in loaded.values()
         ):
             raise OptionError(f"this version of lm_eval does not pass the length on to {name!r}: install another.")
-        twice = sorted(set(found) & set(tasks))
+        twice = sorted(set(loaded) & set(tasks))
         if twice:
             raise OptionError(f"{', '.join(twice)} would run twice: {name!r} and another name both hold it.")
-        tasks |= found
-        groups[name] = list(found)
+        tasks |= loaded
+        groups[name] = list(loaded)
     return Loaded(tasks, groups)
 
 
@@ -130,8 +130,8 @@ def _mentions(function: Callable[..., Any], depth: int) -> bool:
     if any(KEY in code.co_consts or KEY in code.co_varnames for code in codes):
         return True
     called = {name: function.__globals__.get(name) for code in codes for name in code.co_names}
-    own = [other for other in called.values() if getattr(other, "__module__", None) == function.__module__]
-    return depth > 0 and any(_mentions(other, depth - 1) for other in own if callable(other))
+    same_module = [other for other in called.values() if getattr(other, "__module__", None) == function.__module__]
+    return depth > 0 and any(_mentions(other, depth - 1) for other in same_module if callable(other))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -156,7 +156,7 @@ def questions_by_length(
         The numbers of the questions by length, and how many are longer than the longest length.
     """
     whole = task.config.output_type == "loglikelihood_rolling"
-    found: dict[int, list[int]] = {length: [] for length in lengths}
+    numbers: dict[int, list[int]] = {length: [] for length in lengths}
     longer = 0
     for number, document in enumerate(task.eval_docs):
         text = str(task.doc_to_target(document) if whole else task.doc_to_text(document))
@@ -164,9 +164,9 @@ def questions_by_length(
         length = next((length for length in lengths if size <= length), None)
         if length is None:
             longer += 1
-        elif limit is None or len(found[length]) < limit:
-            found[length].append(number)
-    return found, longer
+        elif limit is None or len(numbers[length]) < limit:
+            numbers[length].append(number)
+    return numbers, longer
 
 
 @contextmanager

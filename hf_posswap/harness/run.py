@@ -123,9 +123,9 @@ def run_tasks(
     longest = max_length if scheme is None or max_length is not None or chosen is None else chosen[-1]
     results = run(model, scheme=scheme, swap_length=longest, max_length=longest_input)
     if base is not None:
-        theirs = base if isinstance(base, Mapping) else run(base)
-        results["base"] = {"table": theirs["table"], "longest_input": theirs["longest_input"]}
-        results["table"] = retention(results, theirs)
+        base_results = base if isinstance(base, Mapping) else run(base)
+        results["base"] = {"table": base_results["table"], "longest_input": base_results["longest_input"]}
+        results["table"] = retention(results, base_results)
     return results
 
 
@@ -175,11 +175,11 @@ def _run(
         shared.update({"tokenizer": folder, **settings["metadata"]})
         if lengths is not None:
             readable = [length for length in lengths if length not in unread]
-            found = _run_by_length(subject, manager, shared, settings, readable)
+            output = _run_by_length(subject, manager, shared, settings, readable)
         else:
-            found = _evaluate(subject, settings["tasks"], manager, settings, folder, limit=settings["limit"])
-            found["table"] = table_of(rows_of(found, None, {}), {})
-    return found | {"longest_input": reach, "settings": settings}
+            output = _evaluate(subject, settings["tasks"], manager, settings, folder, limit=settings["limit"])
+            output["table"] = table_of(rows_of(output, None, {}), {})
+    return output | {"longest_input": reach, "settings": settings}
 
 
 def _run_by_length(
@@ -201,11 +201,11 @@ def _run_by_length(
     for length in lengths:
         if length != lengths[0]:
             loaded = load_tasks(again, manager, shared, length)
-        asked = [task for name, task in loaded.tasks.items() if name not in measured]
+        by_length_tasks = [task for name, task in loaded.tasks.items() if name not in measured]
         samples = {name: found[length] for name, (found, _) in measured.items() if found[length]}
         outputs = runs[str(length)] = []
-        if asked:
-            outputs.append(_evaluate(subject, asked, manager, settings, folder, limit=limit))
+        if by_length_tasks:
+            outputs.append(_evaluate(subject, by_length_tasks, manager, settings, folder, limit=limit))
             rows += rows_of(outputs[-1], length, {})
         if samples:
             kept = [fixed[name] for name in samples]
@@ -218,13 +218,13 @@ def _run_by_length(
 
 
 def _evaluate(
-    subject: Any, tasks: list[Any], manager: Any, settings: dict[str, Any], folder: str, **what: Any
+    subject: Any, tasks: list[Any], manager: Any, settings: dict[str, Any], folder: str, **options: Any
 ) -> dict[str, Any]:
     """Return the harness's output; the temporary folder of the tokenizer is not named in it."""
     from lm_eval import simple_evaluate
 
     if settings["apply_chat_template"]:
-        what |= {name: settings[name] for name in ("apply_chat_template", "fewshot_as_multiturn")}
+        options |= {name: settings[name] for name in ("apply_chat_template", "fewshot_as_multiturn")}
     try:
         output: Any = simple_evaluate(
             subject,
@@ -233,14 +233,14 @@ def _evaluate(
             task_manager=manager,
             log_samples=False,
             bootstrap_iters=1000,
-            **what,
+            **options,
         )
     except ImportError as error:
         raise missing_package(error) from error
     for config in output["configs"].values():
-        told = config.get("metadata")
-        if isinstance(told, dict) and told.get("tokenizer") == folder:
-            config["metadata"] = {key: value for key, value in told.items() if key != "tokenizer"}
+        metadata = config.get("metadata")
+        if isinstance(metadata, dict) and metadata.get("tokenizer") == folder:
+            config["metadata"] = {key: value for key, value in metadata.items() if key != "tokenizer"}
     return dict(output)
 
 

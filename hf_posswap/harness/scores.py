@@ -14,7 +14,9 @@ _SHARE = 0.85  # NoLiMa: of the base score
 _SAME = ("tasks", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "metadata")
 
 
-def rows_of(output: Mapping[str, Any], length: int | None, asked: Mapping[str, int | None]) -> list[dict[str, Any]]:
+def rows_of(
+    output: Mapping[str, Any], length: int | None, questions_of: Mapping[str, int | None]
+) -> list[dict[str, Any]]:
     """Return one row per task and metric of one output of the harness.
 
     RULER's metrics are called by their lengths; they become one metric "score" in the column of their length, and the
@@ -23,7 +25,7 @@ def rows_of(output: Mapping[str, Any], length: int | None, asked: Mapping[str, i
     Args:
         output: what `lm_eval.simple_evaluate` returned.
         length: the column of all other metrics; None: "all".
-        asked: questions of each task; None: what the harness says.
+        questions_of: questions of each task; None: what the harness says.
     """
     rows = []
     for task, scores in output["results"].items():
@@ -41,7 +43,7 @@ def rows_of(output: Mapping[str, Any], length: int | None, asked: Mapping[str, i
             cell = {
                 "score": float(value),
                 "stderr": float(error) if isinstance(error, int | float) else None,
-                "questions": effective if asked.get(task) is None else asked[task],
+                "questions": effective if questions_of.get(task) is None else questions_of[task],
             }
             rows.append(
                 {
@@ -66,19 +68,19 @@ def table_of(rows: Iterable[dict[str, Any]], groups: Mapping[str, list[str]]) ->
         key = (row["task"], row["metric"])
         joined.setdefault(key, row | {"values": {}})["values"].update(row["values"])
     means = [mean for name, tasks in groups.items() for mean in _means(name, tasks, list(joined.values()))]
-    found = [*joined.values(), *means]
-    columns = sorted({column for row in found for column in row["values"]}, key=_order)
-    for row in found:
+    table_rows = [*joined.values(), *means]
+    columns = sorted({column for row in table_rows for column in row["values"]}, key=_order)
+    for row in table_rows:
         row["effective_length"] = _effective(row)
-    return {"columns": columns, "rows": found}
+    return {"columns": columns, "rows": table_rows}
 
 
 def _means(name: str, tasks: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the means over the tasks of a group, weighted by questions; only lengths that all tasks have count."""
     means = []
-    parts = [row for row in rows if row["task"] in tasks]
-    for metric in dict.fromkeys(row["metric"] for row in parts):
-        same = [row for row in parts if row["metric"] == metric]
+    group_rows = [row for row in rows if row["task"] in tasks]
+    for metric in dict.fromkeys(row["metric"] for row in group_rows):
+        same = [row for row in group_rows if row["metric"] == metric]
         if len(tasks) < 2 or len(same) < len(tasks):
             continue
         values = {}
@@ -118,9 +120,9 @@ def add_retention(table: dict[str, Any], base: Mapping[str, Any]) -> None:
         table: of `table_of`, which is changed.
         base: the base's table.
     """
-    theirs = {(row["task"], row["metric"]): row["values"] for row in base["rows"]}
+    base_values = {(row["task"], row["metric"]): row["values"] for row in base["rows"]}
     for row in table["rows"]:
-        values = theirs.get((row["task"], row["metric"]), {})
+        values = base_values.get((row["task"], row["metric"]), {})
         row["retention"] = None if not row["higher_is_better"] else {
             column: 100 * cell["score"] / values[column]["score"]
             if column in values and values[column]["score"] > 0
@@ -153,13 +155,15 @@ def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, 
                 f"{name} is no result of run_tasks or posswap lm-eval --out: it has no table and settings. Run the "
                 "tasks again."
             )
-    mine, theirs = results["settings"], base["settings"]
-    other = [key for key in _SAME if mine.get(key) != theirs.get(key)]
-    if not _begins(mine.get("lengths"), theirs.get("lengths")):
+    mine, base_settings = results["settings"], base["settings"]
+    other = [key for key in _SAME if mine.get(key) != base_settings.get(key)]
+    if not _begins(mine.get("lengths"), base_settings.get("lengths")):
         other.append("lengths")
     if other:
-        told = "; ".join(f"{key} {mine.get(key)!r} and {theirs.get(key)!r}" for key in other)
-        raise DataError(f"the model and the base answered different questions: {told}. Run both with the same options.")
+        listed = "; ".join(f"{key} {mine.get(key)!r} and {base_settings.get(key)!r}" for key in other)
+        raise DataError(
+            f"the model and the base answered different questions: {listed}. Run both with the same options."
+        )
     table = {"columns": list(results["table"]["columns"]), "rows": [dict(row) for row in results["table"]["rows"]]}
     add_retention(table, base["table"])
     return table

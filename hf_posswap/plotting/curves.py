@@ -245,11 +245,11 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
     _legend(ax, [curve.label for curve in curves if curve.reference])
 
 
-def _legend(ax: Axes, references: Sequence[str], **place: Any) -> None:
+def _legend(ax: Axes, references: Sequence[str], **placement: Any) -> None:
     """Draw the legend, to the right of the axes by default: the models first, then the references."""
     handles, labels = ax.get_legend_handles_labels()
     models = [number for number, label in enumerate(labels) if label not in references]
     order = [*models, *(number for number in range(len(labels)) if number not in models)]
-    legend = ax.legend([handles[n] for n in order], [labels[n] for n in order], **(_LEGEND | place))
+    legend = ax.legend([handles[n] for n in order], [labels[n] for n in order], **(_LEGEND | placement))
     for text in legend.get_texts():
         text.set_parse_math(False)

@@ -97,8 +97,8 @@ def distinct_numbers(preferred: Sequence[int | None]) -> list[int]:
         >>> distinct_numbers([2, None, 3, 2])
         [2, 4, 3, 5]
     """
-    taken = {number for number in preferred if number is not None}
-    free, used, numbers = free_numbers(taken), set[int](), []
+    preferred_numbers = {number for number in preferred if number is not None}
+    free, used, numbers = free_numbers(preferred_numbers), set[int](), []
     for number in preferred:
         numbers.append(next(free) if number is None or number in used else number)
         used.add(numbers[-1])

@@ -218,9 +218,9 @@ def control_warnings(results: Mapping[str, Any]) -> list[str]:
     for name, tokens in trained.items():
         known = {control: count for control, count in controls.items() if count is not None}
         if known and all(abs(count - tokens) > _SAME_TOKENS * tokens for count in known.values()):
-            said = ", ".join(f"{control} on {count:,}" for control, count in known.items())
+            listed = ", ".join(f"{control} on {count:,}" for control, count in known.items())
             warnings.append(
-                f"{name} was trained on {tokens:,} tokens, {said}: the difference contains the effect of unequal "
+                f"{name} was trained on {tokens:,} tokens, {listed}: the difference contains the effect of unequal "
                 "training. Train the control on as many tokens."
             )
     return warnings

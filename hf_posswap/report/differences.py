@@ -62,8 +62,8 @@ def finding(results: Mapping[str, Any]) -> str:
         >>> finding(results)
         'rope reads 8x the window at 3.5 % lower perplexity than a sliding window'
     """
-    found = {name: conclude(results, name) for name in results["models"]}
-    worth = {n: c for n, c in found.items() if c is not None and c.verdict.startswith("worth it")}
+    conclusions = {name: conclude(results, name) for name in results["models"]}
+    worth = {n: c for n, c in conclusions.items() if c is not None and c.verdict.startswith("worth it")}
     if worth:
         best = min(worth, key=lambda name: worth[name].difference or 0.0)
         conclusion = worth[best]
@@ -71,7 +71,7 @@ def finding(results: Mapping[str, Any]) -> str:
         length = f"{(conclusion.length or 0) / window:.3g}x the window" if window else f"{conclusion.length:,} tokens"
         change = lower_or_higher(conclusion.difference or 0.0)
         return f"{_short(best)} reads {length} at {change} than a sliding window"
-    verdicts = {conclusion.verdict for conclusion in found.values() if conclusion is not None}
+    verdicts = {conclusion.verdict for conclusion in conclusions.values() if conclusion is not None}
     if "not yet" in verdicts and "no verdict" not in verdicts:
         return "No swap reads beyond the window better than a sliding window"
     if (differences := differences_of(results)) is None:

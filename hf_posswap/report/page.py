@@ -105,9 +105,9 @@ def check_results(results: Any) -> None:
     Raises:
         DataError: the kind or schema is wrong, or entries are missing.
     """
-    kind = results.get("kind") if isinstance(results, dict) else None
-    if kind != KIND:
-        raise DataError(f"a report needs the results.json of posswap eval or compare, got kind {kind!r}.")
+    file_kind = results.get("kind") if isinstance(results, dict) else None
+    if file_kind != KIND:
+        raise DataError(f"a report needs the results.json of posswap eval or compare, got kind {file_kind!r}.")
     if results.get("schema") not in SCHEMAS:
         raise DataError(
             f"these results have schema {results.get('schema')!r}, and this version of hf_posswap reads "

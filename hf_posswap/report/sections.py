@@ -61,27 +61,28 @@ def sliding_line(results: Results, metric: str, x: str, y: str) -> list[Line]:
 
 def difference(results: Results) -> Markup | None:
     """Return the paired difference of each model from the baseline by length."""
-    found = differences_of(results)
-    if found is None:
+    differences = differences_of(results)
+    if differences is None:
         return None
     numbers = model_numbers(results)
     lines = [
         Line(name, numbers[name], tuple(Dot(row["length"], row["difference"], row["low"], row["high"]) for row in rows))
-        for name, rows in found.rows.items()
+        for name, rows in differences.rows.items()
     ]
     axes = Axes(
         "tokens read",
         "difference, nats per token (right: perplexity)",
         window=results["window"],
         zero=True,
-        name_x=lambda x: f"{x:,.0f} tokens, from {found.baseline}",
+        name_x=lambda x: f"{x:,.0f} tokens, from {differences.baseline}",
         name_y=lambda y: f"{y:+.3f} nats ({percent(y)})",
         right=lambda y: percent(y) if y else "0 %",
-        zero_name=found.baseline,
+        zero_name=differences.baseline,
     )
     lead = (
-        f"Each model's loss minus that of {found.baseline} on the same documents, paired document by document; below "
-        "zero is better. Bands: 95 % intervals over documents." + (_SLIDING_READS if results.get("sliding") else "")
+        f"Each model's loss minus that of {differences.baseline} on the same documents, paired document by document; "
+        "below zero is better. Bands: 95 % intervals over documents."
+        + (_SLIDING_READS if results.get("sliding") else "")
     )
     return section("difference", finding(results), lead, line_chart(lines, axes))
 

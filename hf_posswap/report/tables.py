@@ -39,8 +39,8 @@ def sortable(header: Sequence[str], rows: Sequence[tuple[int, str, Sequence[Cell
     """
     head = [tag("th", tag("button", title, type="button"), scope="col") for title in ["model", *header]]
     body = []
-    for place, (number, name, cells) in enumerate(rows):
-        first = tag("th", mark(number), name, scope="row", data_order=place)
+    for row_number, (number, name, cells) in enumerate(rows):
+        first = tag("th", mark(number), name, scope="row", data_order=row_number)
         rest = [
             tag("td", cell.text, cell.note and tag("small", cell.note), data_order=_order(cell.order)) for cell in cells
         ]

@@ -350,15 +350,16 @@ def _check_name(name: Any, function: Function) -> None:
         raise SchemeError(
             f"the name of a scheme is a letter, and then letters, digits, hyphens, underscores and dots, got {name!r}."
         )
-    taken = registered_name(name)
-    if taken not in known_schemes():
+    existing = registered_name(name)
+    if existing not in known_schemes():
         return
-    if taken == name and _is_redefinition(scheme_class(name), function):
+    if existing == name and _is_redefinition(scheme_class(name), function):
         SCHEMES.remove(name)
         TERMS.remove(name)
     else:
         raise DuplicateNameError(
-            f"scheme {taken!r} is already registered as {scheme_class(taken)!r}; choose another name than {name!r}."
+            f"scheme {existing!r} is already registered as {scheme_class(existing)!r}; choose another name "
+            f"than {name!r}."
         )
 
 

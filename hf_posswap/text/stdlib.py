@@ -51,8 +51,8 @@ class Corpus(ResultView):
         return {"train": len(self.train), "held_out": len(self.held_out), "digest": self.digest[:16]}
 
     def _html_rows(self) -> list[tuple[str, str]]:
-        parts = {"train": self.train, "held_out": self.held_out}
-        return [(name, f"{len(part)} documents") for name, part in parts.items()]
+        splits = {"train": self.train, "held_out": self.held_out}
+        return [(name, f"{len(documents)} documents") for name, documents in splits.items()]
 
     @property
     def digest(self) -> str:

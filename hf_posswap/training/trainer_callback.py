@@ -380,8 +380,8 @@ class PosswapCallback(TrainerCallback, ExportableState):
 def _saved(state: TrainerState) -> dict[str, Any]:
     """Return what this callback left in the checkpoint that a run resumes from; {}: nothing, or it does not resume."""
     callbacks: Any = state.stateful_callbacks
-    held = callbacks.get(PosswapCallback.__name__) if state.global_step else None
-    last = held[-1] if isinstance(held, list) else held
+    saved_states = callbacks.get(PosswapCallback.__name__) if state.global_step else None
+    last = saved_states[-1] if isinstance(saved_states, list) else saved_states
     resumed = (last or {}).get("attributes", {}).get("resumed")
     return resumed if isinstance(resumed, dict) else {}
 

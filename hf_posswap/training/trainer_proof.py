@@ -126,13 +126,13 @@ def base_digest(model: Any) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of what trains, as far as it is installed."""
-    found = {"hf_posswap": package_version()}
+    installed = {"hf_posswap": package_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def trained_part(model: Any) -> str:

@@ -98,34 +98,34 @@ class _Header:
             self._key(number)
         self._places([self._tensor(number) for number in range(tensors)])
 
-    def _bytes(self, count: int, what: str) -> bytes:
+    def _bytes(self, count: int, label: str) -> bytes:
         at = self.file.tell()
         content = self.file.read(count) if count <= self.size - at else b""
         if len(content) != count:
             raise _DamageError(
-                f"it ends at byte {self.size}, and {what} at byte {at} takes {count} bytes: it is truncated or damaged"
+                f"it ends at byte {self.size}, and {label} at byte {at} takes {count} bytes: it is truncated or damaged"
             )
         return content
 
-    def _numbers(self, types: str, what: str) -> tuple[int, ...]:
-        return struct.unpack(f"<{types}", self._bytes(struct.calcsize(f"<{types}"), what))
+    def _numbers(self, types: str, label: str) -> tuple[int, ...]:
+        return struct.unpack(f"<{types}", self._bytes(struct.calcsize(f"<{types}"), label))
 
-    def _refuse_more(self, what: str, count: int) -> None:
-        if count > _MOST[what]:
+    def _refuse_more(self, unit: str, count: int) -> None:
+        if count > _MOST[unit]:
             raise _DamageError(
-                f"it says that it has {count} {what}, before byte {self.file.tell()}, and at most {_MOST[what]} are "
+                f"it says that it has {count} {unit}, before byte {self.file.tell()}, and at most {_MOST[unit]} are "
                 "read here"
             )
 
-    def _text(self, what: str) -> str:
-        (length,) = self._numbers("Q", f"the length of {what}")
+    def _text(self, label: str) -> str:
+        (length,) = self._numbers("Q", f"the length of {label}")
         self._refuse_more("bytes of a text", length)
-        content = self._bytes(length, what)
+        content = self._bytes(length, label)
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise _DamageError(
-                f"{what} is {brief_repr(content, 80)}, which is not UTF-8, as all text of a GGUF file is"
+                f"{label} is {brief_repr(content, 80)}, which is not UTF-8, as all text of a GGUF file is"
             ) from error
 
     def _key(self, number: int) -> None:
@@ -133,52 +133,54 @@ class _Header:
         if name in self.keys:
             raise _DamageError(f"it has the key {brief_repr(name, 80)} twice")
         self.keys.add(name)
-        what = f"the value of {brief_repr(name, 80)}"
-        (kind,) = self._numbers("I", f"the type of {what}")
-        if kind == _STRING:
-            self._text(what)
-        elif kind == _ARRAY:
-            self._array(what)
-        elif kind in _WIDTHS:
-            content = self._bytes(_WIDTHS[kind], what)
+        label = f"the value of {brief_repr(name, 80)}"
+        (value_type,) = self._numbers("I", f"the type of {label}")
+        if value_type == _STRING:
+            self._text(label)
+        elif value_type == _ARRAY:
+            self._array(label)
+        elif value_type in _WIDTHS:
+            content = self._bytes(_WIDTHS[value_type], label)
             if name == "general.alignment":
                 self.alignment = int.from_bytes(content, "little")
-                if kind != _UINT32 or self.alignment.bit_count() != 1:
+                if value_type != _UINT32 or self.alignment.bit_count() != 1:
                     raise _DamageError(
-                        f"general.alignment is {self.alignment}, of type {kind}, and a power of two of type {_UINT32} "
-                        "is expected"
+                        f"general.alignment is {self.alignment}, of type {value_type}, and a power of two of type "
+                        f"{_UINT32} is expected"
                     )
         else:
-            raise _DamageError(f"{what} is of type {kind}, which GGUF does not have")
+            raise _DamageError(f"{label} is of type {value_type}, which GGUF does not have")
 
-    def _array(self, what: str) -> None:
-        kind, count = self._numbers("IQ", f"the length of {what}")
+    def _array(self, label: str) -> None:
+        value_type, count = self._numbers("IQ", f"the length of {label}")
         self.values += count
         self._refuse_more("values in arrays", self.values)
-        if kind == _STRING:
+        if value_type == _STRING:
             for index in range(count):
-                self._text(f"entry {index} of {what}")
-        elif kind in _WIDTHS:
-            self._bytes(count * _WIDTHS[kind], what)
+                self._text(f"entry {index} of {label}")
+        elif value_type in _WIDTHS:
+            self._bytes(count * _WIDTHS[value_type], label)
         else:
-            raise _DamageError(f"{what} is an array of type {kind}, and arrays of numbers or of texts are read here")
+            raise _DamageError(
+                f"{label} is an array of type {value_type}, and arrays of numbers or of texts are read here"
+            )
 
     def _tensor(self, number: int) -> tuple[int, int, str]:
         """Return where the data of a tensor begins, its size in bytes, and the name of the tensor."""
         import gguf
 
         name = self._text(f"the name of tensor {number}")
-        what = f"tensor {brief_repr(name, 80)}"
-        (dimensions,) = self._numbers("I", f"the number of dimensions of {what}")
+        label = f"tensor {brief_repr(name, 80)}"
+        (dimensions,) = self._numbers("I", f"the number of dimensions of {label}")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise _DamageError(f"{what} has {dimensions} dimensions, and 1 to {_MOST_DIMENSIONS} are expected")
-        shape = self._numbers(f"{dimensions}Q", f"the shape of {what}")
-        kind, offset = self._numbers("IQ", f"the type of {what}")
-        block, width = gguf.GGML_QUANT_SIZES.get(kind, (0, 0))  # type: ignore[call-overload]  # an IntEnum
+            raise _DamageError(f"{label} has {dimensions} dimensions, and 1 to {_MOST_DIMENSIONS} are expected")
+        shape = self._numbers(f"{dimensions}Q", f"the shape of {label}")
+        value_type, offset = self._numbers("IQ", f"the type of {label}")
+        block, width = gguf.GGML_QUANT_SIZES.get(value_type, (0, 0))  # type: ignore[call-overload]  # an IntEnum
         if not block:
-            raise _DamageError(f"{what} is of type {kind}, which gguf does not know: a newer version may")
+            raise _DamageError(f"{label} is of type {value_type}, which gguf does not know: a newer version may")
         if not all(shape) or shape[0] % block:
-            raise _DamageError(f"{what} has the shape {shape}, and its rows consist of blocks of {block} weights")
+            raise _DamageError(f"{label} has the shape {shape}, and its rows consist of blocks of {block} weights")
         return offset, math.prod(shape) // block * width, name
 
     def _places(self, tensors: list[tuple[int, int, str]]) -> None:

@@ -113,11 +113,11 @@ def _write_folder(path: Path, folder: Path, fields: dict[str, Any], tensors: dic
 
 def _refuse_missing_layers(path: Path, layers: Any, tensors: dict[str, Any]) -> None:
     """Refuse a number of layers that is not that of the tensors, before a config or a model of it is built."""
-    held = len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
-    if layers != held:
+    layers_in_file = len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
+    if layers != layers_in_file:
         raise CheckpointError(
-            f"{shown(path)} says {brief_repr(layers, 80)} layers (block_count), and has tensors of {held}: it is "
-            "damaged. Get the file again from its source."
+            f"{shown(path)} says {brief_repr(layers, 80)} layers (block_count), and has tensors of {layers_in_file}: "
+            "it is damaged. Get the file again from its source."
         )
 
 
@@ -158,9 +158,9 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
         keys["attention.value_length"] = value_length  # which no config has
     wrong = [name for name, value in keys.items() if value is not None and not _set(config, name, value)]
     if wrong:
-        told = ", ".join(f"{architecture}.{name} = {str(keys[name])[:40]}" for name in sorted(wrong))
+        listed = ", ".join(f"{architecture}.{name} = {str(keys[name])[:40]}" for name in sorted(wrong))
         raise CheckpointError(
-            f"{path} says {told}, which is in no field of a {type(config).__name__}, so that the model would compute "
+            f"{path} says {listed}, which is in no field of a {type(config).__name__}, so that the model would compute "
             "something else. Take the checkpoint that the file was made from."
         )
     _set_windows(path, architecture, config, window, pattern)
@@ -236,7 +236,7 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
             f"transformers cannot load the weights of {path} into a causal language model with a "
             f"{type(config).__name__}: {said_by(error)}. Take the checkpoint that the file was made from."
         ) from error
-    wrong = {kind: sorted(map(str, info[kind]))[:4] for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+    wrong = {keys: sorted(map(str, info[keys]))[:4] for keys in ("missing_keys", "mismatched_keys") if info[keys]}
     if wrong:
         raise CheckpointError(
             f"the weights in {path} do not fill a {type(loaded).__name__}: {wrong}. Take the checkpoint that the file "
@@ -255,9 +255,9 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
 
 def _dtype(tensors: dict[str, Any]) -> torch.dtype:
     """Return the smallest type that holds every weight of the file exactly."""
-    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
-    kinds = kinds - {"F32"} or kinds  # a router is F32 in any file
-    dtype = _WEIGHT_TYPES.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
+    types = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    types = types - {"F32"} or types  # a router is F32 in any file
+    dtype = _WEIGHT_TYPES.get(next(iter(types)), torch.float32) if len(types) == 1 else torch.float32
     vectors = [
         torch.tensor(tensor.data)
         for name, tensor in tensors.items()

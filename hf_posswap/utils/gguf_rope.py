@@ -69,22 +69,22 @@ def _of_layer_types(
     }
     keys.pop("rope.dimension_count", None)
     factor = float(keys.pop("rope.scaling.factor", None) or 1.0)
-    kind = keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    scaling = keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none")
     original = int(keys.pop("rope.scaling.original_context_length", None) or config.max_position_embeddings)
-    yarn = _yarn(keys, factor, original, 1.0) if kind == "yarn" else {}
+    yarn = _yarn(keys, factor, original, 1.0) if scaling == "yarn" else {}
     if (
         keys
         or tensors
         or "full_attention" not in current
-        or kind not in ("linear", "none", "yarn")
+        or scaling not in ("linear", "none", "yarn")
         or not bases["full_attention"]
     ):
-        names = sorted([*keys, *tensors]) or [f"rope.scaling.type {kind}, rope.freq_base {bases['full_attention']}"]
+        names = sorted([*keys, *tensors]) or [f"rope.scaling.type {scaling}, rope.freq_base {bases['full_attention']}"]
         raise _refusal(path, config, names, "where each type of layers rotates in its own way")
     for name, base in bases.items():
         if base is not None and name in current:
             current[name]["rope_theta"] = float(base)
-    if kind == "linear" and factor != 1.0:
+    if scaling == "linear" and factor != 1.0:
         current["full_attention"] |= {"rope_type": "linear", "factor": factor}
     current["full_attention"] |= yarn
 
@@ -94,7 +94,7 @@ def _scaling(
 ) -> dict[str, Any]:
     """Return the rope type and its parameters, and take their keys out."""
     factor = float(keys.pop("rope.scaling.factor", None) or keys.pop("rope.scale_linear", None) or 1.0)
-    kind = str(keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none"))  # llama.cpp's default
+    scaling = str(keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none"))  # llama.cpp's default
     length = int(config.max_position_embeddings)
     original = int(keys.pop("rope.scaling.original_context_length", None) or length)
     attention = float(keys.pop("rope.scaling.attn_factor", None) or 1.0)
@@ -104,21 +104,21 @@ def _scaling(
         raise _refusal(path, config, wrong, f"which rotates {turned // 2} pairs of a head")
     short, long = lists.get("rope_factors_short.weight"), lists.get("rope_factors_long.weight")
     fixed = lists.get("rope_freqs.weight")
-    if short is not None and long is not None and fixed is None and factor == 1.0 and kind in ("longrope", "none"):
+    if short is not None and long is not None and fixed is None and factor == 1.0 and scaling in ("longrope", "none"):
         return _lists(short, long, original, attention)
-    if short is not None or long is not None or kind == "longrope":
-        raise _refusal(path, config, [f"rope.scaling.type {kind}", *lists], "in this combination")
-    if kind == "yarn" and fixed is None:
+    if short is not None or long is not None or scaling == "longrope":
+        raise _refusal(path, config, [f"rope.scaling.type {scaling}", *lists], "in this combination")
+    if scaling == "yarn" and fixed is None:
         return _yarn(keys, factor, original, attention)
-    if kind not in ("linear", "none") or (fixed is not None and factor != 1.0):
-        raise _refusal(path, config, [f"rope.scaling.type {kind}", *lists], "in this combination")
-    scale = factor if kind == "linear" else 1.0
+    if scaling not in ("linear", "none") or (fixed is not None and factor != 1.0):
+        raise _refusal(path, config, [f"rope.scaling.type {scaling}", *lists], "in this combination")
+    scale = factor if scaling == "linear" else 1.0
     if fixed is None and attention == 1.0:
         return {"rope_type": "default"} if scale == 1.0 else {"rope_type": "linear", "factor": scale}
     if fixed is not None and attention == 1.0:
-        found = _llama3(fixed, theta, length)
-        if found is not None:
-            return found
+        llama3 = _llama3(fixed, theta, length)
+        if llama3 is not None:
+            return llama3
     divisors = fixed or [scale] * (turned // 2)
     return _lists(divisors, divisors, original, attention)
 
@@ -155,13 +155,13 @@ def _llama3(divisors: list[float], theta: float, length: int) -> dict[str, Any] 
 
     In its band, 1 / divisor is a straight line over L / wavelength; outside, the divisor is 1 or the factor.
     """
-    found = np.array(divisors, dtype=np.float64)
-    factor = float(f"{found[-1]:.6g}")
+    values = np.array(divisors, dtype=np.float64)
+    factor = float(f"{values[-1]:.6g}")
     if not 1.0 < factor < 1e4:
         return None
-    plain = theta ** (-2.0 * np.arange(len(found)) / (2 * len(found)))
+    plain = theta ** (-2.0 * np.arange(len(values)) / (2 * len(values)))
     turns = plain / (2 * math.pi)  # 1 / wavelength
-    kept = (1 / found - 1 / factor) / (1 - 1 / factor)
+    kept = (1 / values - 1 / factor) / (1 - 1 / factor)
     band = (kept > 1e-4) & (kept < 1 - 1e-4)
     guesses = [(8192, 4.0), (length, 4.0), (round(length / factor), 4.0)]
     if band.sum() >= 2:
@@ -170,7 +170,7 @@ def _llama3(divisors: list[float], theta: float, length: int) -> dict[str, Any] 
             guesses.insert(0, (round(slope / -offset), float(f"{1 - 1 / offset:.4g}")))
     for original, high in guesses:
         share = np.clip((original * turns - 1.0) / (high - 1.0), 0, 1)
-        if np.allclose(1 / ((1 - share) / factor + share), found, rtol=_CLOSE, atol=0):
+        if np.allclose(1 / ((1 - share) / factor + share), values, rtol=_CLOSE, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

@@ -162,10 +162,10 @@ def _checked(path: Path) -> Path:
             f"{shown(path)} is not a GGUF file: it begins with {begins!r} and not with {MAGIC!r}. Get it again from "
             "its source; of a repository with Git LFS, the file and not its pointer."
         )
-    parts = _SPLIT.search(path.name)
-    if parts is not None and int(parts[1]) > 1:
+    match = _SPLIT.search(path.name)
+    if match is not None and int(match[1]) > 1:
         raise CheckpointError(
-            f"{shown(path)} is one of {int(parts[1])} parts of a model. Merge them: llama-gguf-split --merge "
+            f"{shown(path)} is one of {int(match[1])} parts of a model. Merge them: llama-gguf-split --merge "
             f"{path.name} merged.gguf"
         )
     if find_spec("gguf") is None:

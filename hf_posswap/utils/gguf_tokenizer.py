@@ -129,16 +129,16 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: An
     Raises:
         CheckpointError: its vocabulary is damaged.
     """
-    kind, name = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
+    model_type, name = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     alone = "the model is taken without a tokenizer: give its own where one is needed"
-    if kind in ("none", "no_vocab"):
+    if model_type in ("none", "no_vocab"):
         return []
-    if kind == "gpt2":
+    if model_type == "gpt2":
         chosen = next((each for each in PRE_TOKENIZERS if name in each.names), None)
         if chosen is None:
             return [f"its tokenizer splits text as {name!r}, which is not known here; {alone}"]
         tokenizer = _byte_level(path, fields, chosen)
-    elif kind == "llama":
+    elif model_type == "llama":
         try:
             tokenizer = _sentencepiece(path, fields)
         except Exception as error:  # of transformers' reader and of tokenizers, which raises Exception itself
@@ -146,7 +146,7 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: An
         if (text := _first_difference(tokenizer, fields)) is not None:
             return [f"its tokenizer, as transformers reads it, splits {text!r} otherwise than llama.cpp; {alone}"]
     else:
-        return [f"its tokenizer, of kind {kind!r}, is not one that is read here; {alone}"]
+        return [f"its tokenizer, of kind {model_type!r}, is not one that is read here; {alone}"]
     length = getattr(config, "max_position_embeddings", None)
     if length:
         tokenizer.model_max_length = int(length)
@@ -249,15 +249,15 @@ def _merged(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
 
     What is no token then is given by its bytes.
     """
-    parts = list(text)
+    pieces = list(text)
     while True:
-        pairs = [(ids[a + b], at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ids]
+        pairs = [(ids[a + b], at) for at, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in ids]
         if not pairs:
             break
         _, at = max(pairs, key=lambda pair: (scores[pair[0]], -pair[1]))
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    spelt = [[part] if part in ids else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
-    return [ids.get(token, -1) for part in spelt for token in part]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    spelt = [[piece] if piece in ids else [f"<0x{byte:02X}>" for byte in piece.encode()] for piece in pieces]
+    return [ids.get(token, -1) for spelling in spelt for token in spelling]
 
 
 _SPACE = "\u2581"
@@ -286,9 +286,9 @@ def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str,
         return None
 
     def surrounded(name: str, number: int) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = [{"SpecialToken": {"id": first, "type_id": number}}] if first else []
-        parts.append({"Sequence": {"id": name, "type_id": number}})
-        return [*parts, {"SpecialToken": {"id": last, "type_id": number}}] if last else parts
+        template: list[dict[str, Any]] = [{"SpecialToken": {"id": first, "type_id": number}}] if first else []
+        template.append({"Sequence": {"id": name, "type_id": number}})
+        return [*template, {"SpecialToken": {"id": last, "type_id": number}}] if last else template
 
     return {
         "type": "TemplateProcessing",

@@ -32,20 +32,20 @@ def inner_model(model: nn.Module) -> Any:
     def is_inner(module: nn.Module) -> bool:
         return isinstance(module, PreTrainedModel) or hasattr(module, "peft_config") and hasattr(module, "base_model")
 
-    found: dict[str, nn.Module] = {}
+    inner: dict[str, nn.Module] = {}
     for path, module in model.named_modules():  # an outer module comes before those inside it
-        if path and is_inner(module) and not any(path.startswith(f"{outer}.") for outer in found):
-            found[path] = module
-    if len(found) == 1:
-        return next(iter(found.values()))
+        if path and is_inner(module) and not any(path.startswith(f"{outer}.") for outer in inner):
+            inner[path] = module
+    if len(inner) == 1:
+        return next(iter(inner.values()))
     name = type(model).__name__
-    if not found:
+    if not inner:
         raise UnsupportedSwapError(
             f"this {name} has no transformers model in it (static embeddings, or a model of ONNX or OpenVINO), so "
             "there are no positions to swap."
         )
-    paths = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in found.items())
+    paths = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in inner.items())
     raise UnsupportedSwapError(
         f"this {name} has several transformers models, {paths}: give one of them, such as "
-        f"model.get_submodule({next(iter(found))!r}), and set its max_seq_length yourself."
+        f"model.get_submodule({next(iter(inner))!r}), and set its max_seq_length yourself."
     )

@@ -83,9 +83,9 @@ def _import_file(name: str) -> ModuleType:
 def _installed(path: Path) -> str | None:
     """Return the file of another module of the name of the file at `path`, which an import would find, or None."""
     try:
-        found = importlib.util.find_spec(path.stem.partition(".")[0])
+        spec = importlib.util.find_spec(path.stem.partition(".")[0])
     except (ImportError, ValueError):
         return None
-    if found is None or found.origin is None or Path(found.origin).resolve() == path:
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == path:
         return None
-    return found.origin
+    return spec.origin

@@ -49,8 +49,8 @@ def _retrieval_rows() -> Iterator[Sequence[str]]:
     result = _read(source)
     for goal in result["goals"]:
         if goal["goal"].startswith("finds them at"):
-            found = f"{goal['found']}: {_verdict(goal['reached'])}"
-            yield (_linked(goal["recipe"], source), _of(result), "–", "–", "–", found)
+            cell = f"{goal['found']}: {_verdict(goal['reached'])}"
+            yield (_linked(goal["recipe"], source), _of(result), "–", "–", "–", cell)
 
 
 def _read(source: str) -> dict[str, Any]:

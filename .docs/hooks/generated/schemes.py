@@ -20,35 +20,35 @@ def render() -> str:
     """Return a list of the schemes and a section for each."""
     known = list(SCHEMES.items())
     rows = [[f"[`{name}`](#{name.replace('_', '_')})", cls.kind, cls.summary] for name, cls in known]
-    parts = [table(["scheme", "kind", "what it is"], rows)]
+    sections = [table(["scheme", "kind", "what it is"], rows)]
     for name, cls in known:
-        parts.append(_section(name, cls))
-    return "\n\n".join(parts)
+        sections.append(_section(name, cls))
+    return "\n\n".join(sections)
 
 
 def _section(name: str, cls: Any) -> str:
     fields = describe_fields(cls)
-    said = [("kind", cls.kind), ("for", ", ".join(sorted(_inputs(cls)))), ("source", f"<{cls.source}>")]
+    properties = [("kind", cls.kind), ("for", ", ".join(sorted(_inputs(cls)))), ("source", f"<{cls.source}>")]
     if not any(field["required"] for field in fields):
-        said.append(("promises", _promises(cls().traits)))
+        properties.append(("promises", _promises(cls().traits)))
     works = support(name)
     if works:
-        said.append(("works in", works))
+        properties.append(("works in", works))
     summary = f"{cls.summary[0].upper()}{cls.summary[1:]}."
-    formula, *words = description(cls).split("\n\n")
+    formula, *paragraphs = description(cls).split("\n\n")
     shown = textwrap.fill(" ".join(formula.split()), 84, break_long_words=False, break_on_hyphens=False)
-    parts = [f"### {name}", summary, fenced(shown), *map(prose, words), facts(said)]
+    sections = [f"### {name}", summary, fenced(shown), *map(prose, paragraphs), facts(properties)]
     if fields:
         rows = [
             [f"`{f['name']}`", literal(f["type"]), "(required)" if f["required"] else f"`{format_value(f['default'])}`",
              prose(f["meaning"])]
             for f in fields
         ]  # fmt: skip
-        parts.append(table(["field", "type", "default", "meaning"], rows))
+        sections.append(table(["field", "type", "default", "meaning"], rows))
     cited = bibtex(cls.source)
     if cited:
-        parts.append(f'<details markdown="1">\n<summary>BibTeX</summary>\n\n{fenced(cited, "bibtex")}\n\n</details>')
-    return "\n\n".join(parts)
+        sections.append(f'<details markdown="1">\n<summary>BibTeX</summary>\n\n{fenced(cited, "bibtex")}\n\n</details>')
+    return "\n\n".join(sections)
 
 
 def _inputs(cls: Any) -> tuple[str, ...]:
@@ -56,8 +56,8 @@ def _inputs(cls: Any) -> tuple[str, ...]:
 
 
 def _promises(traits: Traits) -> str:
-    held = [name.replace("_", "-") for name, value in dataclasses.asdict(traits).items() if value]
-    return ", ".join(held) or "none"
+    names = [name.replace("_", "-") for name, value in dataclasses.asdict(traits).items() if value]
+    return ", ".join(names) or "none"
 
 
 def support(name: str) -> str:

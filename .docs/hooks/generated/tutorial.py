@@ -73,27 +73,27 @@ def made(script: str, folder: Path) -> Tutorial:
 
     notebook = run(script, folder)
     name = Path(script).stem
-    parts, pictures = [], {}
+    blocks, pictures = [], {}
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
-            parts.append(cell.source)
+            blocks.append(cell.source)
             continue
-        parts.append(f"```python\n{cell.source}\n```")
-        parts += _printed(cell)
+        blocks.append(f"```python\n{cell.source}\n```")
+        blocks += _printed(cell)
         for data in _images(cell):
-            place = f"pictures/tutorial/{name}-{number}.png"
-            pictures[place] = base64.b64decode(data)
-            parts.append(f"![{_title(cell.source)}]({place})")
-    head, first, rest = "\n\n".join(parts).partition("\n\n```python")
-    place, notebook_place = PAGE_OF[script], f"tutorial/{name}.ipynb"
+            target = f"pictures/tutorial/{name}-{number}.png"
+            pictures[target] = base64.b64decode(data)
+            blocks.append(f"![{_title(cell.source)}]({target})")
+    head, first, rest = "\n\n".join(blocks).partition("\n\n```python")
+    target, notebook_place = PAGE_OF[script], f"tutorial/{name}.ipynb"
     lead = f"{head}\n\n[The notebook]({notebook_place}), with all outputs; it is made from `{script}` and run whenever "
     page = f"{lead}this site is built.{first}{rest}"
-    return Tutorial(place, page, pictures, notebook_place, nbformat.writes(notebook))
+    return Tutorial(target, page, pictures, notebook_place, nbformat.writes(notebook))
 
 
 def _printed(cell: Any) -> list[str]:
-    said = "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
-    return [f"```text\n{said.rstrip()}\n```"] if said.strip() else []
+    text = "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+    return [f"```text\n{text.rstrip()}\n```"] if text.strip() else []
 
 
 def _images(cell: Any) -> list[str]:
@@ -102,5 +102,5 @@ def _images(cell: Any) -> list[str]:
 
 def _title(source: str) -> str:
     """Return what a picture shows: what its cell calls it, or the file that it is."""
-    found = re.search(r'sheet\([^"]*"[^"]*", "([^"]*)"', source)
-    return found[1] if found else "what the cell above draws"
+    match = re.search(r'sheet\([^"]*"[^"]*", "([^"]*)"', source)
+    return match[1] if match else "what the cell above draws"

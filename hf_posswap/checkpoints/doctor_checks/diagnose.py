@@ -136,7 +136,7 @@ def _served(
 
 def config_findings(config: dict[str, Any], where: str = "config.json") -> list[Finding]:
     """Return the problems in the rope settings of a config and of the configs inside it."""
-    return [finding for place, each in _configs(config, where) for finding in rope_findings(each, place)]
+    return [finding for location, each in _configs(config, where) for finding in rope_findings(each, location)]
 
 
 def _configs(config: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:

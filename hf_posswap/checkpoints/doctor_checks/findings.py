@@ -78,12 +78,12 @@ class Diagnosis(ResultView):
         return facts | {f"{name}s": count for name, count in counts.items() if count}
 
     def _repr_html_(self) -> str:
-        parts = [html_tables.title(f"{self.source}: {self.positions}")]
+        blocks = [html_tables.title(f"{self.source}: {self.positions}")]
         rows = [(f.severity, f.where, f.what, f.do) for f in self.findings]
         header = ("severity", "where", "problem", "what to do")
-        parts.append(html_tables.table(rows, header) if rows else html_tables.paragraph("nothing found"))
+        blocks.append(html_tables.table(rows, header) if rows else html_tables.paragraph("nothing found"))
         serving = [(s.target, s.verdict, s.command or s.why, s.engine) for s in self.serving]
-        return html_tables.together([*parts, *([html_tables.table(serving)] if serving else [])])
+        return html_tables.together([*blocks, *([html_tables.table(serving)] if serving else [])])
 
     @property
     def clean(self) -> bool:

@@ -98,18 +98,22 @@ def _round(model: Any, weight_type: str, source: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = parameter.T if id(parameter) in transposed else parameter
-            kind = _kind(name, weight, weight_type)
+            weight_format = _weight_format(name, weight, weight_type)
             if weight.dim() < 2 or not weight.isfinite().all():  # the latter is refused later
                 continue
-            rounded = torch.from_numpy(_quantized(weight, kind)[1]) if kind == "Q8_0" else weight.to(_DTYPES[kind])
+            rounded = (
+                torch.from_numpy(_quantized(weight, weight_format)[1])
+                if weight_format == "Q8_0"
+                else weight.to(_DTYPES[weight_format])
+            )
             if not rounded.isfinite().all():
                 raise CheckpointError(
-                    f"{source} has values in {name} beyond the largest of {kind}: give --dtype bf16 or f32."
+                    f"{source} has values in {name} beyond the largest of {weight_format}: give --dtype bf16 or f32."
                 )
             weight.copy_(rounded)
 
 
-def _kind(name: str, weight: torch.Tensor, weight_type: str) -> str:
+def _weight_format(name: str, weight: torch.Tensor, weight_type: str) -> str:
     """Return the type of one weight in the file, where matrices are of `weight_type`.
 
     What chooses experts or adds positions is not of 8 bits, and neither are rows that do not consist of whole blocks.
@@ -119,11 +123,11 @@ def _kind(name: str, weight: torch.Tensor, weight_type: str) -> str:
     return "F16" if weight_type == "Q8_0" and weight.shape[-1] % _BLOCK else weight_type
 
 
-def _quantized(weight: torch.Tensor, kind: str) -> tuple[Any, Any]:
+def _quantized(weight: torch.Tensor, weight_format: str) -> tuple[Any, Any]:
     """Return a weight as the file has it, and the values of that."""
     import gguf
 
-    chosen = gguf.GGMLQuantizationType[kind]
+    chosen = gguf.GGMLQuantizationType[weight_format]
     with np.errstate(
         over="ignore", invalid="ignore"
     ):  # a scale that is too large becomes infinite, and `_round` refuses that
@@ -132,14 +136,14 @@ def _quantized(weight: torch.Tensor, kind: str) -> tuple[Any, Any]:
 
 
 def _weights_sentence(contents: Contents, weight_type: str, source: Path) -> str:
-    kinds = [_kind(name, weight, weight_type) for name, weight in contents.weights.items()]
+    weight_formats = [_weight_format(name, weight, weight_type) for name, weight in contents.weights.items()]
     if weight_type != "Q8_0":
         return weight_type
-    if "Q8_0" not in kinds:
+    if "Q8_0" not in weight_formats:
         raise CheckpointError(
             f"no matrix of {source} has rows of a multiple of {_BLOCK} weights, a block of Q8_0: give --dtype f16."
         )
-    odd = kinds.count("F16")
+    odd = weight_formats.count("F16")
     return f"Q8_0; {odd} with rows of no multiple of {_BLOCK} weights are F16" if odd else "Q8_0"
 
 
@@ -177,8 +181,10 @@ def _write(
                 raise CheckpointError(
                     f"{source} has NaN or infinity in {old}: get the weights again from their source."
                 )
-            kind = _kind(old, weight, weight_type)
-            writer.add_tensor(new, _quantized(weight, kind)[0], raw_dtype=gguf.GGMLQuantizationType[kind])
+            weight_format = _weight_format(old, weight, weight_type)
+            writer.add_tensor(
+                new, _quantized(weight, weight_format)[0], raw_dtype=gguf.GGMLQuantizationType[weight_format]
+            )
         for new, values in ({} if width is None else divisors(config, position_config, width)).items():
             writer.add_tensor(new, torch.tensor(values).numpy())
         writer.write_header_to_file()

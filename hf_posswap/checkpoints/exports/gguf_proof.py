@@ -52,8 +52,8 @@ def ran_alike(model: Any, path: Path, position_config: PositionConfig, coarsest:
             f"llama.cpp's log probabilities of {count} tokens are {'on average' if average else 'up to'} {apart:.2g} "
             f"nats from the model's, more than {bound:g}. Nothing was written; please report this."
         )
-    said = " on average (it rounds activations to 8 bits, too)" if average else ""
-    return f"llama.cpp gives the model's log probabilities of {count} random tokens, to {apart:.1g} nats{said}"
+    qualifier = " on average (it rounds activations to 8 bits, too)" if average else ""
+    return f"llama.cpp gives the model's log probabilities of {count} random tokens, to {apart:.1g} nats{qualifier}"
 
 
 def run_llamacpp(path: Path, ids: torch.Tensor, context: int) -> torch.Tensor:

@@ -87,8 +87,8 @@ def _llama(model: Any, position_config: PositionConfig) -> Contents:
 def _smollm3(model: Any, position_config: PositionConfig) -> Contents:
     """Return a SmolLM3: a Llama in which every fourth layer does not rotate, without biases."""
     _without_biases(model)
-    made = _llama(model, position_config)
-    return Contents("smollm3", made.keys, made.weights)
+    llama = _llama(model, position_config)
+    return Contents("smollm3", llama.keys, llama.weights)
 
 
 def _qwen3(model: Any, position_config: PositionConfig) -> Contents:
@@ -110,7 +110,7 @@ def _gemma3(model: Any, position_config: PositionConfig) -> Contents:
     _only("query_pre_attn_scalar", config.query_pre_attn_scalar, (scale,))
     _whole_heads(config, position_config)
     _without_biases(model)
-    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    slides = [layer_type == "sliding_attention" for layer_type in config.layer_types]
     keys = _gated_keys(config)
     if any(slides):
         keys["attention.sliding_window"] = config.sliding_window

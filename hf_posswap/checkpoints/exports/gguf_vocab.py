@@ -79,7 +79,7 @@ def _chosen(tokenizer: dict[str, Any], source: Path) -> PreTokenizer:
         UnsupportedModelError: it does; or it splits text in no way that is known here.
     """
     model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
-    found = None
+    pre_tokenizer = None
     if model.get("type") != "BPE":
         reason = f"is of kind {model.get('type')}, and only byte-level BPE is written here"
     elif settings := [name for name in _MORE if model.get(name)]:
@@ -91,12 +91,12 @@ def _chosen(tokenizer: dict[str, Any], source: Path) -> PreTokenizer:
     elif tokenizer.get("normalizer") is not None and not _composes(tokenizer):
         reason = f"normalizes text ({tokenizer['normalizer'].get('type')}), which llama.cpp does not"
     else:
-        found = recognized(tokenizer)
-        kinds = ", ".join(each.names[0] for each in PRE_TOKENIZERS)
-        reason = f"splits text as none of {kinds} does: only llama.cpp's converter may know its name there"
-    if found is None:
+        pre_tokenizer = recognized(tokenizer)
+        known_names = ", ".join(each.names[0] for each in PRE_TOKENIZERS)
+        reason = f"splits text as none of {known_names} does: only llama.cpp's converter may know its name there"
+    if pre_tokenizer is None:
         raise UnsupportedModelError(f"the tokenizer of {source} {reason}. {_ask(source)}")
-    return found
+    return pre_tokenizer
 
 
 def _composes(tokenizer: dict[str, Any]) -> bool:
@@ -133,7 +133,7 @@ def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer
     import gguf
 
     names: dict[int, str] = {index: token for token, index in tokenizer["model"]["vocab"].items()}
-    own = len(names)
+    vocabulary_size = len(names)
     special = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", []) if each.get("special")}
     added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
     changed = [index for index, token in added.items() if names.get(index, token) != token]
@@ -145,10 +145,10 @@ def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer
         )
     tokens = [names.get(i, f"[PAD{i}]") for i in range(size)]
     doubled = [token for token, count in Counter(tokens).items() if count > 1]
-    if changed or doubled or len(tokenizer["model"]["vocab"]) != own:
-        what = f"several tokens {brief_repr(doubled[0])}" if doubled else "several tokens of one id"
+    if changed or doubled or len(tokenizer["model"]["vocab"]) != vocabulary_size:
+        problem = f"several tokens {brief_repr(doubled[0])}" if doubled else "several tokens of one id"
         raise UnsupportedModelError(
-            f"the tokenizer of {source} has {what}, and a GGUF file holds one text for each id, and each text once: "
+            f"the tokenizer of {source} has {problem}, and a GGUF file holds one text for each id, and each text once: "
             f"tokens would be lost. {_ask(source)}"
         )
     writer.add_tokenizer_model("gpt2")

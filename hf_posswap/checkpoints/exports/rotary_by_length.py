@@ -28,17 +28,19 @@ class RotaryByLength(nn.Module):
             follow the length are recomputed.
     """
 
-    kinds: dict[str, str]
+    rope_types: dict[str, str]
     originals: dict[str, int]
 
     def __init__(self, native: Any) -> None:
         super().__init__()
-        self.kinds, self.originals = following(native), {}
+        self.rope_types, self.originals = following(native), {}
         fresh: Any = rebuilt(native, native.config)  # without hooks, which would restore its angles
-        still = {name: "default" if name in self.kinds else rope_type for name, rope_type in _rope_types(fresh).items()}
+        still = {
+            name: "default" if name in self.rope_types else rope_type for name, rope_type in _rope_types(fresh).items()
+        }
         fresh.rope_type = still if isinstance(fresh.rope_type, dict) else "default"
         self.native = fresh
-        for rope_set, rope_type in self.kinds.items():
+        for rope_set, rope_type in self.rope_types.items():
             if rope_type == "longrope":
                 self._keep_lists(rope_set)
 
@@ -66,15 +68,15 @@ class RotaryByLength(nn.Module):
             kwargs: for the native module.
         """
         length = position_ids.max() + 1
-        buffers = {buffer_name(rope_set): self.frequencies(length, rope_set) for rope_set in self.kinds}
+        buffers = {buffer_name(rope_set): self.frequencies(length, rope_set) for rope_set in self.rope_types}
         return functional_call(self.native, buffers, (x, position_ids, *args), kwargs)
 
     def frequencies(self, length: Tensor, rope_set: str = "") -> Tensor:
         """Return theta [R/2] for a text of `length` tokens, a tensor without dimensions."""
-        if self.kinds[rope_set] == "longrope":
+        if self.rope_types[rope_set] == "longrope":
             short, long = (getattr(self, f"{rope_set}_{name}") for name in ("short", "long"))
             return torch.where(length > self.originals[rope_set], long, short)
-        return _frequencies(self.native.config, self.kinds[rope_set], rope_set, length)
+        return _frequencies(self.native.config, self.rope_types[rope_set], rope_set, length)
 
 
 def following(module: Any) -> dict[str, str]:

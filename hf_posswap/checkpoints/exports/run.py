@@ -296,9 +296,14 @@ def _served(command: str, path: Path | None) -> str:
     return command.rpartition(" && ")[2].replace("model.gguf", shlex.quote(str(path)))
 
 
-def _notes(written: GGUFFile) -> dict[str, str]:
-    return {"weights": written.weights, "vocabulary": written.vocabulary, "compared": written.compared}
+def _notes(gguf_file: GGUFFile) -> dict[str, str]:
+    return {"weights": gguf_file.weights, "vocabulary": gguf_file.vocabulary, "compared": gguf_file.compared}
 
 
-def _graph_notes(written: GraphFile) -> dict[str, str]:
-    return {"takes": written.takes, "gives": written.gives, "weights": written.weights, "compared": written.compared}
+def _graph_notes(graph_file: GraphFile) -> dict[str, str]:
+    return {
+        "takes": graph_file.takes,
+        "gives": graph_file.gives,
+        "weights": graph_file.weights,
+        "compared": graph_file.compared,
+    }

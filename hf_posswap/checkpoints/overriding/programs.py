@@ -112,8 +112,8 @@ def _judged(target: str, position_config: PositionConfig) -> tuple[str, str, str
 def _older_vllm(swap: ConfigSwap) -> str | None:
     """Return the command for vLLM with the spelling of transformers 4; None where that has none."""
     position_config, rope = swap.position_config, dict(swap.values[swap.rope_path])
-    kinds = ("default", "linear", "yarn", "llama3")
-    if swap.part or position_config.rope_set or position_config.rope_type not in kinds or "mrope_section" in rope:
+    rope_types = ("default", "linear", "yarn", "llama3")
+    if swap.part or position_config.rope_set or position_config.rope_type not in rope_types or "mrope_section" in rope:
         return None
     if position_config.rope_type == "yarn" and (
         position_config.rope.get("truncate") is False
@@ -198,12 +198,12 @@ def _unlike_llamafactory(
     swap: ConfigSwap, rope: dict[str, Any], present: dict[str, Any], old: int, factor: float
 ) -> str | None:
     """Return how the swap differs from what LLaMA-Factory computes; None: it does not."""
-    kind, position_config = rope.get("rope_type"), swap.position_config
+    rope_type, position_config = rope.get("rope_type"), swap.position_config
     if swap.part or position_config.rope_set:
         return f"it sets rope_scaling of the whole config, and a {swap.plan.model} has rope parameters further in"
-    if kind == "dynamic":
+    if rope_type == "dynamic":
         return "its dynamic takes the original length from max_position_embeddings, which it multiplies by the factor"
-    if kind not in ("linear", "yarn", "llama3"):
+    if rope_type not in ("linear", "yarn", "llama3"):
         return f"it knows linear, yarn and llama3, not {swap.plan.scheme.name}"
     if swap.length <= old:
         return f"it disables scaling where cutoff_len is at most the model's {old} tokens"
@@ -214,9 +214,9 @@ def _unlike_llamafactory(
         return f"this swap has a factor of {rope['factor']:g}"
     if rope.get("original_max_position_embeddings", old) != old:
         return f"this swap has an original length of {rope['original_max_position_embeddings']}"
-    if kind == "yarn" and not usual_yarn(position_config):
+    if rope_type == "yarn" and not usual_yarn(position_config):
         return "it has no key for YaRN's betas, attention factor or truncate"
-    if kind == "llama3" and (rope["low_freq_factor"], rope["high_freq_factor"]) != (1.0, 4.0):
+    if rope_type == "llama3" and (rope["low_freq_factor"], rope["high_freq_factor"]) != (1.0, 4.0):
         return "it fixes llama3's low_freq_factor at 1 and high_freq_factor at 4"
     return None
 

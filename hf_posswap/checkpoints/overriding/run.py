@@ -62,10 +62,10 @@ class Overrides(ResultView):
         name = self.scheme.partition("(")[0]
         head = f"{name} in {self.model}, {self.max_length} tokens, for {self.versions}"
         lines = [head, f"{self.verdict}: {self.why}", *self.notes]
-        parts = [*(_commented(line) for line in lines), self.text]
+        blocks = [*(_commented(line) for line in lines), self.text]
         for name, text in self.also.items():
-            parts += [_commented(f"{name}:"), *(f"#   {line}".rstrip() for line in text.splitlines())]
-        return "\n".join(parts)
+            blocks += [_commented(f"{name}:"), *(f"#   {line}".rstrip() for line in text.splitlines())]
+        return "\n".join(blocks)
 
     def _repr_facts(self) -> dict[str, Any]:
         return {"target": self.target, "scheme": self.scheme, "max_length": self.max_length, "verdict": self.verdict}

@@ -134,10 +134,10 @@ def config_swap(
         )
     others = dict.fromkeys(edit.path for edit in plan.edits if edit.site not in ("rotary", "config"))
     if others or not swap.wanted_rope:
-        what = next(iter(others), "nothing in the config")
+        location = next(iter(others), "nothing in the config")
         raise UnsupportedSwapError(
-            f"no setting of {target} expresses {plan.scheme.name} in a {plan.model}: it changes {what}, which a config "
-            f"does not hold. {swap.instead}"
+            f"no setting of {target} expresses {plan.scheme.name} in a {plan.model}: it changes {location}, which a "
+            f"config does not hold. {swap.instead}"
         )
     return swap
 

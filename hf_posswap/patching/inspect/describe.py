@@ -191,13 +191,13 @@ class Explanation(ResultView):
         return {"report": self.report.title, "plan": plan, "refusal": self.refusal, "schemes": len(self.schemes)}
 
     def _repr_html_(self) -> str:
-        parts = [html_tables.title(self.report.title), html_tables.table(self.report.rows())]
+        blocks = [html_tables.title(self.report.title), html_tables.table(self.report.rows())]
         if self.schemes:
-            parts.append(html_tables.table(self.schemes.items(), ("scheme", "in this model")))
+            blocks.append(html_tables.table(self.schemes.items(), ("scheme", "in this model")))
         if self.refusal is not None:
-            parts.append(html_tables.paragraph(f"refused: {self.refusal}"))
+            blocks.append(html_tables.paragraph(f"refused: {self.refusal}"))
         plan = [] if self.plan is None else [self.plan._repr_html_()]
-        return html_tables.together([*parts, *plan])
+        return html_tables.together([*blocks, *plan])
 
     def __str__(self) -> str:
         sections = [str(self.report)]

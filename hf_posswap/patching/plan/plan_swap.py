@@ -352,14 +352,14 @@ def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
 def _foreign_modules(value: Any) -> dict[str, str]:
     """Return the modules of other packages that register the schemes in `value`, by the name of the scheme."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for child in children:
-        found |= _foreign_modules(child)
+        modules |= _foreign_modules(child)
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         module = scheme_class(value["name"]).__module__
         if module.partition(".")[0] != __name__.partition(".")[0]:
-            found[value["name"]] = module
-    return found
+            modules[value["name"]] = module
+    return modules
 
 
 def unwrap(model: Any) -> Any:

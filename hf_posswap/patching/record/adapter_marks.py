@@ -113,32 +113,34 @@ def _read_file(path: Path) -> tuple[SwapRecord | None, dict[str, str]]:
         with safe_open(path, framework="pt") as weights:
             names: list[str] = list(weights.keys())
             serialized = {name: weights.get_tensor(name) for name in names if _is_record(name)}
-            kinds = {name: str(weights.get_slice(name).get_dtype()) for name in names}
+            dtypes = {name: str(weights.get_slice(name).get_dtype()) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the adapter {str(path.parent)!r} cannot be loaded: {path.name}: {error}") from error
-    return record_in(serialized), kinds
+    return record_in(serialized), dtypes
 
 
 def kinds_in(weights: Mapping[str, Any]) -> dict[str, str]:
     """Return names and kinds of numbers of an adapter's weights in memory, as `kinds_in_file`."""
-    kinds = {name: value.dtype for name, value in weights.items() if isinstance(value, Tensor)}
-    return {name: "F" if kind.is_floating_point else str(kind).removeprefix("torch.") for name, kind in kinds.items()}
+    dtypes = {name: value.dtype for name, value in weights.items() if isinstance(value, Tensor)}
+    return {
+        name: "F" if dtype.is_floating_point else str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()
+    }
 
 
-def refuse_integers(model: Any, kinds: Mapping[str, str], source: str | None = None) -> None:
+def refuse_integers(model: Any, dtypes: Mapping[str, str], source: str | None = None) -> None:
     """Refuse integers, truth values and complex numbers where `model` has, or will have, floating-point weights.
 
     PyTorch converts them silently. Integers that a method of PEFT, or a module trained in full, has as such stay.
 
     Args:
         model: a transformers model, or a PEFT model around one, the adapter in it or not.
-        kinds: of the adapter's weights.
+        dtypes: of the adapter's weights.
         source: folder or Hub id of the adapter, where it is known.
 
     Raises:
         CheckpointError: names them.
     """
-    integers = {name: kind for name, kind in kinds.items() if not kind.startswith(_FLOATS) and not _is_record(name)}
+    integers = {name: dtype for name, dtype in dtypes.items() if not dtype.startswith(_FLOATS) and not _is_record(name)}
     if not integers:
         return
     adapters = set(getattr(model, "peft_config", None) or ())
@@ -157,7 +159,7 @@ def refuse_integers(model: Any, kinds: Mapping[str, str], source: str | None = N
 
 def _plain(name: str, adapters: set[str]) -> str:
     """Return how a file of an adapter calls the parameter `name` of a PEFT model, less what all begin with."""
-    return ".".join(part for part in name_without_adapter(name).split(".") if part not in adapters)
+    return ".".join(word for word in name_without_adapter(name).split(".") if word not in adapters)
 
 
 def refuse_misfit(model: Any, source: Path) -> None:
@@ -175,13 +177,13 @@ def refuse_misfit(model: Any, source: Path) -> None:
         CheckpointError: a file cannot be read, or holds integers for weights.
     """
     sidecar, weights = source / SIDECAR, source / ADAPTER_WEIGHTS
-    record, kinds = _read_file(weights) if weights.is_file() else (None, {})
+    record, dtypes = _read_file(weights) if weights.is_file() else (None, {})
     if sidecar.is_file():
         record = _record_in_sidecar(sidecar)
     if record is not None:
         refuse_other_base(model, record, str(source))
     if carries_swap(model):
-        refuse_integers(model, kinds, str(source))
+        refuse_integers(model, dtypes, str(source))
 
 
 def refuse_misfit_weights(model: Any, weights: Mapping[str, Any]) -> None:

@@ -66,8 +66,8 @@ class Drawn(ResultView):
         return {"name": self.name, "path": str(self.path), "said": self.said}
 
     def _repr_html_(self) -> str:
-        parts = (html_tables.title(f"{self.name}: {self.summary}"), html_tables.picture(self.path))
-        return html_tables.together([*parts, html_tables.bullets(self.said)])
+        blocks = (html_tables.title(f"{self.name}: {self.summary}"), html_tables.picture(self.path))
+        return html_tables.together([*blocks, html_tables.bullets(self.said)])
 
     def _repr_png_(self) -> bytes | None:
         try:

@@ -120,7 +120,9 @@ def _imported(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(names, list):
         return {}
     is_file = [isinstance(name, str) and name.endswith(SUFFIX) and not name.startswith("~") for name in names]
-    return {IMPORTS: [str(path.parent / name) if found else name for name, found in zip(names, is_file, strict=True)]}
+    return {
+        IMPORTS: [str(path.parent / name) if is_path else name for name, is_path in zip(names, is_file, strict=True)]
+    }
 
 
 def _is_pipe(path: Path) -> bool:

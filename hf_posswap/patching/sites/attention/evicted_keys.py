@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_posswap.compat.transformers_cache import is_growing_layer, self_attention_cache
 from hf_posswap.errors import PosswapError
-from hf_posswap.patching.sites.attention.key_positions import CHANGED, UNKNOWN, evictable_layer, is_own
+from hf_posswap.patching.sites.attention.key_positions import CHANGED, UNKNOWN, evictable_layer, is_intact
 
 
 def evict_keys(cache: Any, keep: Tensor) -> None:
@@ -83,7 +83,7 @@ def _layers(cache: Any) -> list[Any]:
                 f"evict_keys: layer {number} of this cache does not hold as many keys as layer 0. Evict after a whole "
                 "forward, from all layers at once."
             )
-        if hasattr(layer, "posswap_keys") and not is_own(layer):
+        if hasattr(layer, "posswap_keys") and not is_intact(layer):
             raise PosswapError(CHANGED.format(layer=number, shapes=""))
         known = getattr(layer, "posswap_positions", None)
         if known is not None and known.shape[1] < layer.keys.shape[-2]:

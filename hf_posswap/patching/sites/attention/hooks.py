@@ -54,8 +54,8 @@ class PositionHook:
         hidden = args[0] if args else kwargs[self.hidden_argument]
         tokens_first: Any = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
-        found = cache_of_call(module, args, kwargs)
-        place, cache = (None, None) if found is None else found
+        slot_and_cache = cache_of_call(module, args, kwargs)
+        slot, cache = (None, None) if slot_and_cache is None else slot_and_cache
         position_ids, first, memo = kwargs.get("position_ids"), self.first, self.memos.now()
         if position_ids is None:
             position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
@@ -73,8 +73,8 @@ class PositionHook:
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
         call = AttentionCall(mechanism, span, memo, keys, paged=paged)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
-        if writes_rotated and place is not None:
-            args, kwargs = _with(args, kwargs, place, cache_view(cache, call.written))
+        if writes_rotated and slot is not None:
+            args, kwargs = _with(args, kwargs, slot, cache_view(cache, call.written))
         return args, kwargs
 
     def check_used(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -119,11 +119,11 @@ def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise UnsupportedSwapError(f"{type(module).__name__}: {error}") from error
 
 
-def _with(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
-    """Return arguments of a call with another one at `place`."""
-    if isinstance(place, str):
-        return args, {**kwargs, place: value}
-    return (*args[:place], value, *args[place + 1 :]), kwargs
+def _with(args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str, value: Any) -> tuple[Any, Any]:
+    """Return arguments of a call with another one at `slot`."""
+    if isinstance(slot, str):
+        return args, {**kwargs, slot: value}
+    return (*args[:slot], value, *args[slot + 1 :]), kwargs
 
 
 class StartHook:
@@ -155,14 +155,16 @@ class StartHook:
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None
         if position_ids is None:
-            found = cache_of_call(module, args, kwargs)
-            position_ids = counted(source, self.memos.traced.padding_id, given, None if found is None else found[1])
+            slot_and_cache = cache_of_call(module, args, kwargs)
+            position_ids = counted(
+                source, self.memos.traced.padding_id, given, None if slot_and_cache is None else slot_and_cache[1]
+            )
         elif not takes:
             check_fits(position_ids, given)  # the model's code does not check
         if by_caller and self.masks_by_index and position_ids is not None:
             check_not_packed(type(module).__name__, position_ids, given)
         tells = position_ids is not None and takes and not by_caller and source == "mask"
-        checkpoints = (getattr(part, "gradient_checkpointing", False) for part in module.modules())
+        checkpoints = (getattr(child, "gradient_checkpointing", False) for child in module.modules())
         again = module.training and torch.is_grad_enabled() and any(checkpoints)
         self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
         if not tells:
@@ -181,7 +183,7 @@ class StartHook:
             self._check_carriers(module)
 
     def _check_carriers(self, module: nn.Module) -> None:
-        hooks = (hook for part in module.modules() for hook in pre_hooks(part) if isinstance(hook, PositionHook))
+        hooks = (hook for child in module.modules() for hook in pre_hooks(child) if isinstance(hook, PositionHook))
         left = sum(hook.memos is self.memos for hook in hooks)
         if left < self.carriers:
             raise PosswapError(

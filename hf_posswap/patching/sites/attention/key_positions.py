@@ -66,59 +66,59 @@ class PositionedLayer:
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Take new keys and values; return all."""
-        own = is_own(self)
-        found = super().update(*args, **kwargs)  # type: ignore[misc]
-        self.keep_keys(own=own)
-        return found
+        intact = is_intact(self)
+        result = super().update(*args, **kwargs)  # type: ignore[misc]
+        self.keep_keys(intact=intact)
+        return result
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Remove the last tokens."""
-        own = is_own(self)
+        intact = is_intact(self)
         super().crop(*args, **kwargs)  # type: ignore[misc]
-        self.keep_keys(own=own)
+        self.keep_keys(intact=intact)
 
     def offload(self) -> None:
         """Move the layer to the CPU."""
-        own = is_own(self)
+        intact = is_intact(self)
         super().offload()  # type: ignore[misc]
-        self.keep_keys(own=own)
+        self.keep_keys(intact=intact)
 
     def prefetch(self) -> None:
         """Move the layer back."""
-        own = is_own(self)
+        intact = is_intact(self)
         super().prefetch()  # type: ignore[misc]
-        self.keep_keys(own=own)
+        self.keep_keys(intact=intact)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[b]` in the place of each row b."""
-        own = is_own(self)
+        intact = is_intact(self)
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.keep_keys(own=own)
+        self.keep_keys(intact=intact)
         self.batch_positions(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        own = is_own(self)
+        intact = is_intact(self)
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.keep_keys(own=own)
+        self.keep_keys(intact=intact)
         self.batch_positions(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` alone."""
-        own = is_own(self)
+        intact = is_intact(self)
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self.keep_keys(own=own)
+        self.keep_keys(intact=intact)
         self.batch_positions(lambda rows: rows[indices])
 
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()  # type: ignore[misc]
         self.posswap_positions, self.posswap_is_evicted = None, False
-        self.keep_keys(own=True)
+        self.keep_keys(intact=True)
 
-    def keep_keys(self, *, own: bool) -> None:
-        """Take the keys for what the layer's own operations left, if they were that before (`own`)."""
-        if own and _grows(self):
+    def keep_keys(self, *, intact: bool) -> None:
+        """Take the keys for what the layer's own operations left, if they were that before (`intact`)."""
+        if intact and _grows(self):
             self.posswap_keys = getattr(self, "keys", None)
 
     def batch_positions(self, change: Any) -> None:
@@ -139,12 +139,12 @@ def _restored(native: type, state: dict[str, Any]) -> Any:
 
 def positioned_class(native: type) -> type:
     """Return the subclass of the cache layer class `native` that keeps positions."""
-    found = _CLASSES.get(native)
-    if found is None:
-        own = {"native_class": native, "__module__": __name__}
-        found = cache_layer_class(f"Positioned{native.__name__}", (PositionedLayer, native), own)
-        _CLASSES[native] = found
-    return found
+    subclass = _CLASSES.get(native)
+    if subclass is None:
+        attributes = {"native_class": native, "__module__": __name__}
+        subclass = cache_layer_class(f"Positioned{native.__name__}", (PositionedLayer, native), attributes)
+        _CLASSES[native] = subclass
+    return subclass
 
 
 def prepare() -> None:
@@ -155,11 +155,11 @@ def prepare() -> None:
     while waiting:
         native = waiting.pop()
         below: list[type] = native.__subclasses__()
-        waiting += [one for one in below if not hasattr(one, "posswap_keeps_positions")]  # of no checkpoint's own code
+        waiting += [cls for cls in below if not hasattr(cls, "posswap_keeps_positions")]  # of no checkpoint's own code
         positioned_class(native)
 
 
-def is_own(layer: Any) -> bool:
+def is_intact(layer: Any) -> bool:
     """Return whether the keys of a layer are those that its own operations left, or the first of them, or none.
 
     What is compiled takes it for granted: each call that is not asks.
@@ -192,7 +192,7 @@ def watch(cache: Any, layer_idx: int) -> None:
         return
     if not isinstance(layer, PositionedLayer):
         _positioned(cache, layer_idx)
-    elif not is_own(layer):
+    elif not is_intact(layer):
         before, after = list(layer.posswap_keys.shape), list(layer.keys.shape)  # type: ignore[attr-defined]
         shapes = f" (they were {before}, and are {after})" if before != after else ""
         raise PosswapError(CHANGED.format(layer=layer_idx, shapes=shapes))
@@ -225,8 +225,8 @@ def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor
         return _write(keeper, cache, layer_idx, query, key_length).to(query.device)
     known = _known(keeper, cache.get_seq_length(layer_idx), query)
     keeper.posswap_positions = query if known is None else torch.cat(_same_rows(known, query.to(known.device)), dim=1)
-    held = keeper.posswap_positions
-    keys = (held if held.shape[1] == key_length else held[:, -key_length:]).to(query.device)
+    stored = keeper.posswap_positions
+    keys = (stored if stored.shape[1] == key_length else stored[:, -key_length:]).to(query.device)
     short = key_length - keys.shape[1]
     return torch.nn.functional.pad(keys, (0, short)) if short else keys
 
@@ -279,28 +279,28 @@ def _known(keeper: Any, past: int, query: Tensor) -> Tensor | None:
     """Return the positions of the `past` tokens that a cache holds, [B or 1, past]; None: it holds none."""
     if past == 0:
         return None
-    held, is_evicted = keeper.posswap_positions, getattr(keeper, "posswap_is_evicted", False)
-    if held is None:
+    stored, is_evicted = keeper.posswap_positions, getattr(keeper, "posswap_is_evicted", False)
+    if stored is None:
         return _foreign(past, query, is_evicted=is_evicted)
-    if held.shape[1] < past:
+    if stored.shape[1] < past:
         raise PosswapError(
-            f"the cache holds {past} tokens, and where they stand is known of {held.shape[1]} alone: the others were "
+            f"the cache holds {past} tokens, and where they stand is known of {stored.shape[1]} alone: the others were "
             f"not put there by this model as it is now. {UNKNOWN}"
         )
-    held = held if held.shape[1] == past else held[:, :past]
+    stored = stored if stored.shape[1] == past else stored[:, :past]
     if is_evicted:
-        _check_behind(held, query)
-    return held
+        _check_behind(stored, query)
+    return stored
 
 
-def _check_behind(held: Tensor, query: Tensor) -> None:
+def _check_behind(stored: Tensor, query: Tensor) -> None:
     """Refuse new tokens that do not stand behind the kept keys: no position ids were given, and the model counted."""
     if torch.compiler.is_compiling():  # without fullgraph this part then runs as it is, and is checked
         raise PosswapError(
             "keys were evicted from this cache, and torch.compile cannot check that new tokens stand behind the kept "
             "ones in a full graph. Use fullgraph=False, or run the steps after hf_posswap.evict_keys as they are."
         )
-    first, last = query.amin(dim=1), held.to(query.device).amax(dim=1)
+    first, last = query.amin(dim=1), stored.to(query.device).amax(dim=1)
     if not bool((first > last).all()):
         raise PosswapError(BEHIND.format(first=int(first.min()), last=int(last.max())))
 
@@ -318,17 +318,17 @@ def _foreign(past: int, query: Tensor, *, is_evicted: bool = False) -> Tensor:
 
 def _write(keeper: Any, cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
     """Write the positions of new tokens to their places in a static layer; return those of all places."""
-    past, held = cache.get_seq_length(layer_idx), keeper.posswap_positions
-    if held is None or (isinstance(past, int) and past == 0):
-        held = torch.arange(key_length, device=query.device)[None].repeat(len(query), 1)
+    past, stored = cache.get_seq_length(layer_idx), keeper.posswap_positions
+    if stored is None or (isinstance(past, int) and past == 0):
+        stored = torch.arange(key_length, device=query.device)[None].repeat(len(query), 1)
         if not torch.compiler.is_compiling():
             if bool(past > 0):
                 _foreign(int(past), query)
-            keep_address(held)
-    elif len(held) < len(query):
-        held = held.repeat(len(query), 1)
-    place = torch.arange(query.shape[1], device=held.device) + past  # [Q]
-    keeper.posswap_positions = held.index_copy_(1, place, query.to(held).expand(len(held), -1))
+            keep_address(stored)
+    elif len(stored) < len(query):
+        stored = stored.repeat(len(query), 1)
+    columns = torch.arange(query.shape[1], device=stored.device) + past  # [Q]
+    keeper.posswap_positions = stored.index_copy_(1, columns, query.to(stored).expand(len(stored), -1))
     return keeper.posswap_positions
 
 

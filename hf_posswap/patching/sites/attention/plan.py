@@ -110,12 +110,12 @@ def _native_table(context: SwapContext, path: str) -> str | None:
 
 def _refuse_gaps(context: SwapContext, mechanism: Mechanism) -> None:
     """Raise SchemeError where a piece of the mechanism is missing: what a mask shows there would silently be hidden."""
-    for part in mechanism.modules():
-        if not (isinstance(part, Mechanism) and part.splits):
+    for inner in mechanism.modules():
+        if not (isinstance(inner, Mechanism) and inner.splits):
             continue
-        found = pair_outside(part, context.length)
-        if found is not None:
-            query, key, count = found
+        gap = pair_outside(inner, context.length)
+        if gap is not None:
+            query, key, count = gap
             raise SchemeError(
                 f"{context.scheme.name}: the query at position {query} and the key at position {key} belong to {count} "
                 "of its pieces, expected exactly 1. Every pair needs a piece, keys after their query too: a mask may "
