@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT))  # mkdocs has it not; the folder of the recipes is
 from generated import GENERATED, explorer, pictures, tutorial  # noqa: E402
 
 _REGION = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+_BADGES = re.compile(r"^<!-- badges -->$.*?^<!-- /badges -->\n", re.MULTILINE | re.DOTALL)
+"""Pictures from another server, which a site that reads offline does not fetch."""
 _COMMENT = re.compile(r"^<!-- .* -->\n?", re.MULTILINE)
 
 
@@ -44,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return a page with its regions generated, its links led on and the tests' comments gone."""
     place = page.file.src_uri
     source = source_of(place)
-    filled = _REGION.sub(lambda match: GENERATED[match[1]](), led_on(markdown, source, place))
+    filled = _REGION.sub(lambda match: GENERATED[match[1]](), led_on(_BADGES.sub("", markdown), source, place))
     return _outside_code(filled)
 
 

@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -50,8 +52,38 @@ def test_the_readme_names_the_tested_versions() -> None:
     assert in_readme(README) == README
     assert f"transformers {versions.tested()['transformers'][0]} to {NEWEST}" in sentence()
     assert README.index(sentence()) > README.index("## Install and run")
-    with pytest.raises(AssertionError, match="README.md needs <!-- tested versions --> and <!-- /tested versions -->"):
+    with pytest.raises(AssertionError, match="README.md needs <!-- badges --> and <!-- /badges --> once each"):
         in_readme("no markers")
+
+
+def test_the_badges_state_what_the_list_and_pyproject_hold() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    badges = re.findall(r"!\[([a-z]+): ([^\]]+)\]\(https://img\.shields\.io/badge/(\S+)-blue\)", README)
+    shown = {label: message.split(" | ") for label, message, _ in badges}
+    assert shown.pop("licence") == [project["license"]]
+    pythons = shown.pop("python")
+    assert shown == {package: versions.tested()[package] for package in ("transformers", "torch")}
+    assert pythons == [text[-4:] for text in project["classifiers"] if re.search(r"Python :: 3\.\d", text)]
+    assert project["requires-python"] == f">={pythons[0]}"
+    script = (ROOT / ".ci" / "versions").read_text(encoding="utf-8")
+    assert re.findall(r"^ *python=python(3\.\d+)$", script, re.M) == [pythons[-1], pythons[0]]
+    for label, message, path in badges:  # as shields.io reads it: _ is a space, and -- is one hyphen
+        assert re.split("(?<!-)-(?!-)", unquote(path).replace("_", " ")) == [label, message.replace("-", "--")]
+
+
+def test_the_badge_of_the_tests_follows_the_address_of_the_repository(listed: Path) -> None:
+    run("--write")
+    assert (listed / "README.md").read_text(encoding="utf-8") == README
+    assert "badge.svg" not in README
+    pyproject = (listed / "pyproject.toml").read_text(encoding="utf-8")
+    (placeholder,) = re.findall(r"^#   (Repository = .*)$", pyproject, re.M)
+    with_address = pyproject.replace("[project.urls]\n", f"[project.urls]\n{placeholder}\n")
+    (listed / "pyproject.toml").write_text(with_address, encoding="utf-8")
+    run("--write")
+    address = tomllib.loads(with_address)["project"]["urls"]["Repository"]
+    badge = f"<!-- badges -->\n![tests]({address}/actions/workflows/tests.yml/badge.svg) ![python: "
+    assert badge in (listed / "README.md").read_text(encoding="utf-8")
+    assert (ROOT / ".github" / "workflows" / "tests.yml").is_file()
 
 
 def test_the_checks_hold_torch_alone_at_the_high_end_and_the_oldest_transformers_at_the_low_end() -> None:
