@@ -106,7 +106,7 @@ def control_settings(case: Case, recipe: Recipe) -> list[str]:
     """Return KEY=VALUE for the recipe `control`, which trains on as many tokens as `recipe` without a swap."""
     length = min(case.window, recipe.data.length) // _CUT * _CUT or _CUT
     control = load_recipe("control", [f"model.name={case.name}", f"data.length={length}"])
-    causal = recipe.objective.kind in ("next-token", "distill")
+    causal = recipe.objective.predicts_next_token
     settings = [f"model.name={case.name}", f"data.sources=[{{path: {TEXTS}}}]", f"data.length={length}"]
     settings += [] if causal else ["objective.kind=masked"]
     values = {} if recipe.objective.kind == "distill" else {name: getattr(recipe.training, name) for name in _OPTIMIZER}

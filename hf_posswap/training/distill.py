@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,7 +18,8 @@ from hf_posswap.families import locate
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
-from hf_posswap.training.head import BodyAndHead, chosen, run_body_and_head, split
+from hf_posswap.training.head import BodyAndHead, chosen, inner_model, run_body_and_head, split
+from hf_posswap.training.relations import Attended, recorded_attention, relation_divergence
 from hf_posswap.training.sliding import document_begins, sliding_states
 
 Teacher = Literal["window", "sliding"]
@@ -39,12 +41,16 @@ class DistillSettings:
             (https://arxiv.org/abs/1909.10351, equation 8): the squared distance divided by the variance of the
             teacher's states over the batch, averaged over layers and tokens. It gives every layer a target; the
             divergence gives only the last layer one. 0: none.
+        relations: weight of the divergence of both models' attention relations, added to the loss: which tokens have
+            similar queries, similar keys, similar values (https://arxiv.org/abs/2604.00004). It restores the attention
+            of a model whose rotation was rescaled, with few tokens. For the teacher window. 0: none.
     """
 
     weight: float = 0.5
     temperature: float = 1.0
     teacher: Teacher = "window"
     states: float = 0.0
+    relations: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,10 +58,13 @@ class DistillSettings:
             problems.append(f"weight lies above 0 and is at most 1, got {self.weight!r}")
         if not 0 < self.temperature < float("inf"):
             problems.append(f"temperature is a number above 0, got {self.temperature!r}")
-        if not 0 <= self.states < float("inf"):
-            problems.append(f"states is a number of at least 0, got {self.states!r}")
+        for name in ("states", "relations"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                problems.append(f"{name} is a number of at least 0, got {getattr(self, name)!r}")
         if self.teacher not in get_args(Teacher):
             problems.append(f"teacher is one of {', '.join(get_args(Teacher))}, got {self.teacher!r}")
+        elif self.relations and self.teacher != "window":
+            problems.append(f"relations is for the teacher window, which reads the same rows, not {self.teacher}")
         if problems:
             raise ConfigError(f"distill: {'; '.join(problems)}.")
 
@@ -109,9 +118,9 @@ def distillation_loss(
     """Return cross-entropy on all tokens, mixed with KL(teacher || model) on the tokens that the teacher reads.
 
     The teacher reads the first `window` tokens of each row, or all tokens if `settings.teacher` is "sliding". There the
-    loss of a token is (1 - w) CE + w T^2 KL, plus `settings.states` times the distance of the states; elsewhere it is
-    CE. The losses are summed and divided by the number of counted tokens. Neither model holds the logits of more than
-    `chunk` tokens.
+    loss of a token is (1 - w) CE + w T^2 KL, plus `settings.states` times the distance of the states and
+    `settings.relations` times the divergence of the relations; elsewhere it is CE. The losses are summed and divided by
+    the number of counted tokens. Neither model holds the logits of more than `chunk` tokens.
 
     Args:
         model: the student: a causal model, or a wrapper around one.
@@ -138,10 +147,12 @@ def distillation_loss(
     taught = counted if settings.teacher == "sliding" else _first(counted, window)  # [B, L]
     untaught = counted & ~taught
     hidden = settings.states > 0
+    teacher_layers: list[Attended] = []
     if settings.teacher == "sliding":
         teacher_out = sliding_states(teacher, model_inputs, taught, window, hidden=hidden)
     else:
-        teacher_out = _window_states(teacher, model_inputs, taught, window, hidden=hidden)
+        with _recorded(unwrap(teacher), settings) as teacher_layers:
+            teacher_out = _window_states(teacher, model_inputs, taught, window, hidden=hidden)
     taught_targets, untaught_targets = targets[taught], targets[untaught]
 
     def use(apart: BodyAndHead) -> Tensor:
@@ -159,9 +170,26 @@ def distillation_loss(
         )
         if hidden:
             total = total + settings.states * _state_distance(student_out.hidden, teacher_out.hidden)
+        if settings.relations:
+            rows = taught[:, :window]
+            divergence = relation_divergence(layers, teacher_layers, rows, _begins(model_inputs)[:, :window])
+            total = total + settings.relations * divergence
         return total / (counted.sum() if num_items is None else num_items)
 
-    return run_body_and_head(model, model_inputs, use, hidden=hidden)
+    with _recorded(inner_model(model), settings) as layers:
+        return run_body_and_head(model, model_inputs, use, hidden=hidden)
+
+
+def _recorded(model: Any, settings: DistillSettings) -> AbstractContextManager[list[Attended]]:
+    return recorded_attention(model) if settings.relations else nullcontext([])
+
+
+def _begins(inputs: dict[str, Any]) -> Tensor:
+    """Return the index at which the document of each token begins, [B, L]; the first token after padding begins one."""
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        return mask.int().argmax(dim=1, keepdim=True).expand(mask.shape)
+    return document_begins(inputs)
 
 
 def _state_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:

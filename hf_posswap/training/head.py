@@ -84,7 +84,7 @@ def run_body_and_head(
 
         return CausalLMOutput(loss=use(_split(inner, original, args, kwargs)))
 
-    with _attribute(inner, "forward", forward):
+    with attribute(inner, "forward", forward):
         return model(**inputs | _forward_options(inner, hidden)).loss
 
 
@@ -230,12 +230,12 @@ def _each_forward(
         yield
         return
     module = inner.get_submodule(paths[0])
-    with _attribute(module, "forward", change(paths[0], module.forward)), _each_forward(inner, paths[1:], change):
+    with attribute(module, "forward", change(paths[0], module.forward)), _each_forward(inner, paths[1:], change):
         yield
 
 
 @contextmanager
-def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
     """Set an attribute on one instance within the block, then restore or delete it."""
     attributes = vars(module)
     previous = attributes.get(name)

@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import zipfile
@@ -34,7 +35,13 @@ from hf_posswap.checkpoints.doctor_checks import doctor
 from hf_posswap.checkpoints.exports import export
 from hf_posswap.cli import app
 from hf_posswap.cli.outcome import Code
-from hf_posswap.errors import CheckpointError, MissingDependencyError, OptionError, UnsupportedModelError
+from hf_posswap.errors import (
+    CheckpointError,
+    MissingDependencyError,
+    OptionError,
+    UnsupportedModelError,
+    UnsupportedSwapError,
+)
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils import gguf_source, gguf_tokenizer
 from hf_posswap.utils.card_data import card_data
@@ -874,6 +881,19 @@ def test_a_recipe_takes_a_gguf_file_by_its_path_or_by_folder_and_name(tmp_path: 
     recipe = load_recipe("control", [f"model.name={tmp_path}", "model.gguf_file=tiny.gguf"])
     assert recipe.model.source == f"{tmp_path}/tiny.gguf"  # as of the Hub: nothing lies there yet
     assert load_recipe("control", ["model.name=a.gguf"]).model.source == "a.gguf"
+
+
+@pytest.mark.parametrize("target", ["transformers", "vllm", "axolotl"])
+def test_overrides_of_a_gguf_file_say_how_to_write_the_folder_that_programs_read(tmp_path: Path, target: str) -> None:
+    file, _ = written(tmp_path)
+    says = r"is a GGUF file\. Save the model with posswap patch .*-o DIR"
+    with pytest.raises(UnsupportedSwapError, match=says) as caught:
+        hf_posswap.overrides(file, "yarn", target, factor=2)
+    command = str(caught.value).partition("Save the model with ")[2].partition(", and give")[0]
+    run = CliRunner().invoke(app, shlex.split(command.replace("DIR", str(tmp_path / "swapped")))[1:])
+    assert run.exit_code == 0, run.output
+    config = json.loads((tmp_path / "swapped" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "yarn"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_posswap import patch_model
 from hf_posswap.training.chunked_loss import causal_loss
 from hf_posswap.training.distill import DistillSettings, distillation_loss, make_teacher
+from hf_posswap.training.longce import LongCESettings, longce_loss
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 
 ROWS, LENGTH = 4, 40
@@ -31,6 +32,10 @@ def model_and_losses() -> tuple[Any, dict[str, Loss]]:
     return model, {
         "causal": lambda wrapped, part: causal_loss(wrapped, part, chunk=7),
         "distill": lambda wrapped, part: distillation_loss(wrapped, teacher, part, DistillSettings(), **how),
+        "relations": lambda wrapped, part: distillation_loss(
+            wrapped, teacher, part, DistillSettings(relations=1.0), **how
+        ),
+        "longce": lambda wrapped, part: longce_loss(wrapped, part, LongCESettings(context=8), chunk=7),
     }
 
 
@@ -73,7 +78,8 @@ def test_two_processes_give_the_gradients_of_one(tmp_path: Path) -> None:
     places = (str(tmp_path / "meeting"), str(tmp_path / "found.pt"))
     torch.multiprocessing.start_processes(in_a_process, places, nprocs=2, start_method="fork")
     found = torch.load(tmp_path / "found.pt")
-    assert set(found) == {"causal ddp", "causal fsdp2", "distill ddp", "distill fsdp2"}
+    kinds = ("causal", "distill", "relations", "longce")
+    assert set(found) == {f"{kind} {wrapper}" for kind in kinds for wrapper in ("ddp", "fsdp2")}
     for name, theirs in found.items():
         model, losses = model_and_losses()
         losses[name.split()[0]](model, batch()).backward()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.checkpoints.overriding.facts import TARGETS, fact_of
 from hf_posswap.checkpoints.overriding.programs import WRITERS
 from hf_posswap.checkpoints.overriding.wanted import config_swap
-from hf_posswap.errors import UnknownNameError
+from hf_posswap.errors import UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.schemes.base import Scheme
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def overrides(
 
     Raises:
         UnknownNameError: no such program.
-        UnsupportedSwapError: no config expresses the swap, or the program has no setting for it; the message says what
-            to do instead.
+        UnsupportedSwapError: no config expresses the swap, the program has no setting for it, or `model` is a GGUF
+            file; the message says what to do instead.
         UnsupportedModelError: no family describes the model.
         AlreadyPatchedError: it carries a swap.
         CheckpointError: `model` names no readable config.
@@ -119,6 +120,11 @@ def overrides(
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
     plan = plan_swap(skeleton, scheme, max_length=max_length, **options)
     swap = config_swap(_name_of(model), _scheme_text(scheme, options), max_length, skeleton, plan, target)
+    if isinstance(model, str | Path) and str(checkpoint_of(model)) != str(model):
+        raise UnsupportedSwapError(
+            f"{target} takes overrides for the config.json of a folder or a Hub id, and {swap.name} is a GGUF file. "
+            f"{swap.instead}"
+        )
     pasted, fact = WRITERS[target](swap), fact_of(target)
     source = f"{fact.source}; run here: {fact.run}"
     return Overrides(

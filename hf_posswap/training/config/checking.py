@@ -127,6 +127,19 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
             "positions that it does not have; use none or documents.",
             ("data.packing",),
         )
+    if objective.kind == "longce" and objective.longce.context >= recipe.data.length:
+        yield Problem(
+            "objective.longce.context",
+            f"weighs what text beyond {objective.longce.context} tokens helps, and windows have {recipe.data.length}; "
+            "take a shorter context, or a longer data.length.",
+            ("data.length",),
+        )
+    if objective.kind == "longce" and packing not in ("none", "documents"):
+        message = f"longce reads windows again in short ones, and data.packing {packing} has positions that jump."
+        yield Problem("objective.kind", f"{message} Use none or documents.", ("data.packing",))
+    if objective.kind == "distill" and objective.distill.relations and recipe.training.torch_compile:
+        message = "records queries and keys, which a compiled forward does not hand out; use torch_compile=false."
+        yield Problem("objective.distill.relations", message, ("training.torch_compile",))
     if objective.kind in SENTENCES and len(recipe.data.lengths) > 1:
         message = (
             f"{list(recipe.data.cut)} mixes lengths, and {objective.kind} compares one text with another; use [1]."

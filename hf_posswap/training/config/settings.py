@@ -9,6 +9,7 @@ from typing import Any, Literal
 from hf_posswap.training.config.theirs import TrainingSettings
 from hf_posswap.training.data import DataSettings
 from hf_posswap.training.distill import DistillSettings
+from hf_posswap.training.longce import LongCESettings
 from hf_posswap.training.trainable import TrainableSettings
 from hf_posswap.utils.gguf_source import gguf_path
 from hf_posswap.utils.result_views import ResultView, brief
@@ -79,19 +80,27 @@ class ObjectiveSettings:
     """The loss.
 
     Attributes:
-        kind: next-token: cross-entropy of a causal model; masked: of an encoder on masked tokens; distill: next-token
+        kind: next-token: cross-entropy of a causal model; longce: the same with more weight on tokens that far text
+            helps to predict; masked: cross-entropy of an encoder on masked tokens; distill: next-token
             plus the divergence from the unswapped model, in its window or in sliding windows; embedding: the distance
             of text vectors to those of the unswapped encoder; contrastive: the two halves of a text against other
             texts, by sentence-transformers.
         chunk: tokens whose logits are held at once; 0: those of the whole batch, like the model itself.
         distill: settings of distill.
+        longce: settings of longce.
         scale: of the cosines for contrastive: one over the temperature.
     """
 
-    kind: Literal["next-token", "masked", "distill", "embedding", "contrastive"] = "next-token"
+    kind: Literal["next-token", "longce", "masked", "distill", "embedding", "contrastive"] = "next-token"
     chunk: int = 1024
     distill: DistillSettings = field(default_factory=DistillSettings)
+    longce: LongCESettings = field(default_factory=LongCESettings)
     scale: float = 20.0
+
+    @property
+    def predicts_next_token(self) -> bool:
+        """Whether the loss is of the next token, of a causal model."""
+        return self.kind in ("next-token", "longce", "distill")
 
 
 @dataclass(frozen=True)

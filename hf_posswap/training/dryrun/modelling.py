@@ -112,7 +112,9 @@ def objective_of(recipe: Recipe, fake: FakeModel) -> Objective:
     """
     objective_name = recipe.objective.kind
     if objective_name in SENTENCES:
-        raise ConfigError(f"objective.kind {objective_name} cannot be dry-run: next-token, masked and distill can.")
+        raise ConfigError(
+            f"objective.kind {objective_name} cannot be dry-run: next-token, longce, masked and distill can."
+        )
     geometry = fake.sites.geometry
     return make_objective(
         recipe.objective,

@@ -10,9 +10,8 @@ import numpy as np
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.services import Services
 
-OF_TOKENS = ("next-token", "distill")
-"""Objectives with a held-out loss per token."""
-_LEAST_TOKENS = 2
+LEAST_TOKENS = 2
+"""Least tokens of a document that have a loss."""
 _LEAST_TEXT = 16
 """Least tokens, with special ones, at which a vector is worth comparing."""
 
@@ -22,7 +21,7 @@ def lengths_of(recipe: Recipe, documents: Sequence[np.ndarray]) -> tuple[int, ..
     if recipe.evaluation.lengths:
         return recipe.evaluation.lengths
     length = own_length(documents, recipe.data.length, recipe.evaluation.documents)
-    return (length,) if length >= _LEAST_TOKENS else ()
+    return (length,) if length >= LEAST_TOKENS else ()
 
 
 def measure_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.log import RunLog
-from hf_posswap.training.engine.measuring import held_out_loss, held_out_vectors
+from hf_posswap.training.engine.measuring import held_out_loss, held_out_vectors, kept_of_base
 from hf_posswap.training.engine.phase import LOG, PhaseResult, Run
 from hf_posswap.training.engine.picture import draw_losses
 from hf_posswap.training.engine.recording import leave_record
@@ -27,6 +28,7 @@ from hf_posswap.utils.user_paths import expand_home, without_folder
 REPORT = "report.json"
 _UNITS = {
     "next-token": "nats a token",
+    "longce": "nats a token, weighted by longce",
     "masked": "nats a masked token",
     "distill": "nats a token, with the teacher's share",
     "embedding": "1 - cosine to the unswapped encoder",
@@ -72,6 +74,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         "verified": verify_swap(model).checks if swapped else {},
         "nll": nll,
+        "kept": kept_of_base(recipe, run, model, tokens),
         "vectors": held_out_vectors(recipe, run, model, reach=None if plan is None else plan["max_length"]),
         "training": leave_record(recipe, results, nll, saved, base=str(without_folder(recipe.model.name))).to_dict(),
         "card": _for_card(recipe),
@@ -141,6 +144,13 @@ def as_markdown(report: dict[str, Any]) -> str:
             length: "the model ends before it" if nll is None else f"{nll:.4f}" for length, nll in report["nll"].items()
         }
         lines += [f"| {length} | {nll} |" for length, nll in shown.items()]
+    if (kept := report.get("kept")) is not None:
+        lines += [
+            "",
+            f"**Keeps {kept['kept']:.1%} of the base in its window** after {kept['tokens']:,} tokens: perplexity "
+            f"{math.exp(kept['nll']):.2f}, the base's {math.exp(kept['base']):.2f}, on {kept['length']} tokens of "
+            f"{kept['documents']} held-out documents.",
+        ]
     if report.get("vectors"):  # not in the reports of older runs
         lines += ["", "| tokens read | by the base | cosine of vectors to the base's |", "|---|---|---|"]
         lines += [

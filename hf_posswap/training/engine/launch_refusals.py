@@ -84,6 +84,8 @@ def _sharding(recipe: Recipe, launch: Launch) -> str | None:
         return "trainable.what new_rows masks rows of a gradient, which sharding splits: use DDP or one process."
     if launch.shards and (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start):
         return "training.eval_strategy needs unsharded weights: set it to no; the finished model is evaluated."
+    if launch.deepspeed == 3 and recipe.objective.kind == "longce":
+        return "objective.kind longce runs the head by chunks, whose weights ZeRO-3 releases: use FSDP2 or DDP."
     if launch.shards and recipe.objective.kind in ("distill", "embedding"):
         return f"objective.kind {recipe.objective.kind} needs an unsharded teacher with a sharded model: use DDP."
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.evaluating import OF_TOKENS, lengths_of, vector_lengths
+from hf_posswap.training.engine.evaluating import LEAST_TOKENS, lengths_of, own_length, vector_lengths
 from hf_posswap.training.engine.phase import Run
 from hf_posswap.training.engine.preparing import load_model, load_recipe_tokenizer
 
@@ -30,7 +31,7 @@ def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | Non
         model: the finished model, reloaded.
     """
     is_default = not recipe.evaluation.lengths
-    if is_default and (recipe.objective.kind not in OF_TOKENS or run.services.evaluate is None or run.launch.shards):
+    if is_default and (not recipe.objective.predicts_next_token or run.services.evaluate is None or run.launch.shards):
         return {}
     assert run.services.evaluate is not None
     _, documents = _held_out(recipe, causal=True)
@@ -39,6 +40,35 @@ def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | Non
         return {}
     loss_by_length = run.services.evaluate(_on_device(model, recipe), documents, lengths, recipe.evaluation.documents)
     return {str(length): loss_by_length.get(length) for length in lengths}
+
+
+def kept_of_base(recipe: Recipe, run: Run, model: Any, tokens: int) -> dict[str, Any] | None:
+    """Return how much of the base a distilled model keeps in the base's window; None: that is not measured.
+
+    "kept" is exp(the base's loss less the model's), the base's perplexity divided by the model's: the share of the
+    base's probability of the next token, as the geometric mean. Sharded models are not measured.
+
+    Args:
+        recipe: as a whole.
+        run: the run to finish.
+        model: the finished model, reloaded.
+        tokens: that it was trained on.
+    """
+    if recipe.objective.kind != "distill" or run.services.evaluate is None or run.launch.shards:
+        return None
+    _, documents = _held_out(recipe, causal=True)
+    base = load_model(recipe)
+    window, most = locate(unwrap(base)).geometry.original_length, recipe.evaluation.documents
+    length = own_length(documents, min(window, recipe.data.length), most)
+    if length < LEAST_TOKENS:
+        return None
+    measured = (run.services.evaluate(_on_device(each, recipe), documents, (length,), most) for each in (base, model))
+    before, after = (losses.get(length) for losses in measured)
+    if before is None or after is None:
+        return None
+    read = min(most, sum(len(document) >= length for document in documents))
+    loss = {"base": before, "nll": after, "kept": math.exp(before - after)}
+    return {"length": length, "documents": read, "tokens": tokens} | loss
 
 
 def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None) -> list[dict[str, Any]]:
@@ -52,7 +82,7 @@ def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None)
         model: the finished model, reloaded.
         reach: tokens that it is meant for; None: those of its base.
     """
-    if recipe.objective.kind in OF_TOKENS or run.services.near is None or run.launch.shards:
+    if recipe.objective.predicts_next_token or run.services.near is None or run.launch.shards:
         return []
     tokenizer, documents = _held_out(recipe, causal=False)
     base = load_model(recipe)

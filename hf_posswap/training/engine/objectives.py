@@ -13,6 +13,7 @@ from hf_posswap.training.chunked_loss import causal_loss, masked_loss
 from hf_posswap.training.config import SENTENCES, ObjectiveSettings
 from hf_posswap.training.distill import distillation_loss
 from hf_posswap.training.engine.sentences import Around, Pooling, contrastive_loss, embedding_loss
+from hf_posswap.training.longce import longce_loss
 
 Objective = Callable[[Any, dict[str, Any], Tensor | int | None], Tensor]
 """From a model, its forward arguments with `labels` [B, L], and the number of counted tokens, to the loss."""
@@ -43,14 +44,17 @@ def make_objective(
     Raises:
         ConfigError: the objective is not for this kind of model.
     """
-    needs_causal = settings.kind in ("next-token", "distill")
-    if needs_causal != causal:
+    if settings.predicts_next_token != causal:
         model_kind = "causal: it predicts the next token" if causal else "an encoder: it sees both sides"
-        alternatives = "next-token or distill" if causal else "masked, embedding or contrastive"
+        alternatives = "next-token, longce or distill" if causal else "masked, embedding or contrastive"
         raise ConfigError(f"objective.kind is {settings.kind}, and this model is {model_kind}. Use {alternatives}.")
     if settings.kind == "distill":
         return lambda model, inputs, items: distillation_loss(
             model, teacher, inputs, settings.distill, window=window, chunk=chunk or window, num_items=items
+        )
+    if settings.kind == "longce":
+        return lambda model, inputs, items: longce_loss(
+            model, inputs, settings.longce, chunk=chunk or window, num_items=items
         )
     if settings.kind in SENTENCES:
         assert pooling is not None

@@ -31,7 +31,6 @@ from hf_posswap.training.data.sources import check_sources
 from hf_posswap.training.data.telling import Say
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.evaluating import OF_TOKENS
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
 from hf_posswap.training.engine.gates import (
     check_held_out,
@@ -266,7 +265,7 @@ def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) ->
         PosswapError: as `prepare`, for what the config and the text show.
     """
     check_sources(recipe.data)
-    causal = recipe.objective.kind in OF_TOKENS
+    causal = recipe.objective.predicts_next_token
     if recipe.model.revision is None and adapter_source(recipe.model.source) is None:
         skeleton = on_meta(recipe.model.source, **{TRUST: recipe.model.trust_remote_code})
         check_reads_text(skeleton, recipe.objective.kind)

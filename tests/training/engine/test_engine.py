@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -16,8 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set
 from transformers.utils import logging
 
 import hf_posswap
+from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
+from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import Recipe
+from hf_posswap.training.data import build_data
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.parallel import Launch
@@ -265,10 +270,32 @@ def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_unswapped_model_teaches(tmp_path: Path) -> None:
-    done = trained(tmp_path, "objective.kind=distill", "objective.distill.weight=1.0", "training.max_steps=30")
+@pytest.mark.parametrize("relations", [0.0, 1.0])
+def test_the_unswapped_model_teaches(tmp_path: Path, relations: float) -> None:
+    settings = ("objective.kind=distill", "objective.distill.weight=1.0", f"objective.distill.relations={relations}")
+    done = trained(tmp_path, *settings, "training.max_steps=30", services=Services(evaluate=nll_at_lengths))
     phase = done.report["phases"][0]
     assert phase["last_loss"] < 0.7 * phase["first_loss"]
+    kept, model = done.report["kept"], hf_posswap.load(done.folder / "model")
+    wanted = recipe(tmp_path)
+    data = build_data(wanted.data, byte_tokenizer(), causal=True, scheme_length=256)
+    rows = torch.tensor(np.stack([text[:32] for text in data.held_out]).astype(np.int64))
+    with torch.no_grad():
+        losses = [float(each(rows, labels=rows).loss) for each in (hf_posswap.load(tmp_path / "gpt2"), model)]
+    assert (kept["length"], kept["documents"], kept["tokens"]) == (32, len(rows), 30 * 4 * 32)
+    assert kept["kept"] == pytest.approx(math.exp(losses[0] - losses[1]), rel=1e-4)
+    assert f"**Keeps {kept['kept']:.1%} of the base in its window**" in (done.folder / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_longce_trains_and_needs_windows_longer_than_its_context(tmp_path: Path) -> None:
+    settings = ("objective.kind=longce", "training.max_steps=30", "data.length=128")
+    with pytest.raises(ConfigError, match="longce.context: weighs what text beyond 4096 tokens helps, and"):
+        trained(tmp_path, *settings)
+    done = trained(tmp_path, *settings, "objective.longce.context=16")
+    phase = done.report["phases"][0]
+    assert phase["last_loss"] < 0.9 * phase["first_loss"]
+    assert "kept" not in (done.folder / "report.md").read_text()
 
 
 MIXED = (
@@ -332,7 +359,11 @@ def test_the_sliding_teacher_teaches_beyond_the_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "kind", "says"),
     [
-        ({"objective": {"kind": "masked"}}, "gpt2", r"masked, and this model is causal: .* Use next-token or distill"),
+        (
+            {"objective": {"kind": "masked"}},
+            "gpt2",
+            r"masked, and this model is causal: .* Use next-token, longce or distill",
+        ),
         ({}, "bert", r"next-token, and this model is an encoder: .* Use masked, embedding or contrastive"),
         ({"evaluation": {"lengths": [8]}}, "gpt2", r"evaluation.lengths needs Services.evaluate"),
     ],
