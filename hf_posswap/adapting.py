@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -103,14 +103,22 @@ def vectors_at_lengths(
     return [asdict(score) for score in near_the_base(unwrap(model), unwrap(base), tokenizer, documents, lengths)]
 
 
-def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequence[int], limit: int) -> dict[int, float]:
+def nll_at_lengths(
+    model: Any,
+    documents: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    limit: int,
+    counted: Sequence[np.ndarray] | None = None,
+) -> dict[int, float]:
     """Return the mean loss per token of whole held-out documents at each length that the model supports.
 
     Args:
         model: a causal model, or a PEFT model around one.
         documents: token ids of each.
-        lengths: tokens to read of each document.
+        lengths: tokens to read of each document; shorter documents are left out.
         limit: most documents to read.
+        counted: whether the mean counts each token of each document; None: it counts all. With it, shorter documents
+            are read to their end, those without a counted token are left out, and so is a length without one.
 
     Raises:
         DataError: no document is as long as the longest length.
@@ -124,13 +132,36 @@ def nll_at_lengths(model: Any, documents: Sequence[np.ndarray], lengths: Sequenc
     target = unwrap(model)
     reach = reach_of(target)
     runs = [length for length in lengths if reach.limit is None or length <= reach.limit]
-    long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
     if not runs:
         return {}
+    measure = partial(measure_losses, target, one_pass=reach.prefix_consistent)
     training = model.training
     model.eval()
     try:
-        losses = measure_losses(target, np.stack(long), runs, one_pass=reach.prefix_consistent)
+        if counted is not None:
+            return _counted_nll(measure, documents, counted, runs, limit)
+        long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
+        losses = measure(np.stack(long), runs)
     finally:
         model.train(training)
     return {length: float(per_token.mean(dtype=np.float64)) for length, per_token in losses.items()}
+
+
+def _counted_nll(
+    measure: Callable[..., dict[int, np.ndarray]],
+    documents: Sequence[np.ndarray],
+    counted: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    limit: int,
+) -> dict[int, float]:
+    """Return the mean loss of the tokens `counted` of each document, up to each of `lengths`."""
+    pairs = zip(documents, counted, strict=True)
+    chosen = [(ids, kept) for ids, kept in pairs if kept[1 : max(lengths)].any()][:limit]
+    losses: dict[int, list[np.ndarray]] = {length: [] for length in sorted(lengths)}
+    for ids, kept in chosen:
+        measured = measure(ids[None, : max(lengths)], sorted({min(length, len(ids)) for length in lengths}))
+        for length, parts in losses.items():
+            read = min(length, len(ids))
+            parts.append(measured[read][0][kept[1:read]])
+    joined = {length: np.concatenate(parts) for length, parts in losses.items() if parts}
+    return {length: float(parts.mean(dtype=np.float64)) for length, parts in joined.items() if len(parts)}

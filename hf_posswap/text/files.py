@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.text.chats import no_text, row_document
 from hf_posswap.text.hub import ROW_FILES, TEXT_FILES
 from hf_posswap.text.saved import saved_data_set, saved_rows
 from hf_posswap.text.stdlib import Document
@@ -50,28 +51,31 @@ def files_below(path: Path, splits: tuple[str, ...] = ()) -> list[Path]:
     return [path]
 
 
-def file_documents(path: Path, column: str) -> Iterator[Document]:
+def file_documents(path: Path, column: str, *, chats: bool = False) -> Iterator[Document]:
     """Yield the documents of one file: a text file is one document, a file of rows has one per row.
 
     Args:
         path: a .txt, .md, .rst, .py, .jsonl, .json (one object per line) or .parquet file, or the folder of a saved
             data set.
         column: the text column of rows.
+        chats: whether a row without text may be a `Chat`.
 
     Raises:
         DataError: it is empty, of an unknown kind or cannot be read, or a row has no text.
         MissingDependencyError: a parquet file or a saved data set needs the package datasets.
     """
     some = False
-    for document in _of_file(path, column):
+    for document in _of_file(path, column, chats):
         some = some or bool(document.text)
         yield document
     if not some:
         raise DataError(f"{path} is empty: there is no document in it.")
 
 
-def row_documents(rows: Iterable[Any], name: str, column: str) -> Iterator[Document]:
+def row_documents(rows: Iterable[Any], name: str, column: str, *, chats: bool = False) -> Iterator[Document]:
     """Yield each of `rows`, strings or dicts with a text column, as a document named `name` and its number.
+
+    With `chats`, a row without text may be a `Chat`: messages, or prompt and completion.
 
     Raises:
         DataError: a row has no text.
@@ -81,20 +85,19 @@ def row_documents(rows: Iterable[Any], name: str, column: str) -> Iterator[Docum
         ['row 0', 'row 1']
     """
     for number, row in enumerate(rows):
-        text = row.get(column) if isinstance(row, dict) else row
-        if not isinstance(text, str):
-            content = f"columns {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            raise DataError(f"{name} {number} has no text under {column!r}, it has {content}: name the column of text.")
-        yield Document(f"{name} {number}", text)
+        document = row_document(row, f"{name} {number}", column, chats=chats)
+        if document is None:
+            raise no_text(row, f"{name} {number}", column, chats=chats)
+        yield document
 
 
-def _of_file(path: Path, column: str) -> Iterator[Document]:
+def _of_file(path: Path, column: str, chats: bool) -> Iterator[Document]:
     if path.is_dir():
-        return row_documents(saved_rows(path), path.name, column)
+        return row_documents(saved_rows(path), path.name, column, chats=chats)
     if path.suffix == ".parquet":
-        return row_documents(_parquet(path), path.name, column)
+        return row_documents(_parquet(path), path.name, column, chats=chats)
     if path.suffix in ROW_FILES:
-        return row_documents(_json_lines(path), path.name, column)
+        return row_documents(_json_lines(path), path.name, column, chats=chats)
     if path.suffix not in TEXT_FILES:
         raise DataError(f"{path} is of an unknown kind; known: {', '.join((*TEXT_FILES, *ROW_FILES))}.")
     try:

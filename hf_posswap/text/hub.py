@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import DataError, MissingDependencyError
+from hf_posswap.text.chats import no_text, row_document
 from hf_posswap.text.saved import is_saved
 from hf_posswap.text.stdlib import Document
 from hf_posswap.utils.format import said_by
@@ -64,7 +65,7 @@ def require_datasets() -> None:
 
 
 def hub_documents(
-    source: HubText, *, column: str, splits: tuple[str, ...], streaming: bool = True
+    source: HubText, *, column: str, splits: tuple[str, ...], streaming: bool = True, chats: bool = False
 ) -> Iterator[Document]:
     """Yield the rows of a data set as documents, in order.
 
@@ -73,6 +74,7 @@ def hub_documents(
         column: the text column.
         splits: splits to look for, in this order, if `source` names none.
         streaming: fetch row by row; otherwise download the whole data set first.
+        chats: whether a row without text may be a `Chat`.
 
     Raises:
         DataError: it cannot be reached or read, or has no such split or column.
@@ -81,13 +83,10 @@ def hub_documents(
     require_datasets()
     try:
         for number, row in enumerate(_rows(source, splits, streaming)):
-            text = row.get(column)
-            if not isinstance(text, str):
-                raise DataError(
-                    f"row {number} of {source} has no text under {column!r}, it has columns {sorted(row)}: name the "
-                    "column of text."
-                )
-            yield Document(f"{source} {number}", text)
+            document = row_document(row, f"{source} {number}", column, chats=chats)
+            if document is None:
+                raise no_text(row, f"row {number} of {source}", column, chats=chats)
+            yield document
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError) as error:

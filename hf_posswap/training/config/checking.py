@@ -120,11 +120,11 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
     if not objective.scale > 0:
         yield Problem("objective.scale", f"expected a number above 0, got {objective.scale}.")
     packing = recipe.data.packing
-    if objective.kind == "distill" and packing not in ("none", "documents"):
+    if objective.kind == "distill" and packing not in ("none", "documents", "concatenated"):
         yield Problem(
             "objective.kind",
             f"distill runs the unswapped model on the same windows, and data.packing {packing} uses "
-            "positions that it does not have; use none or documents.",
+            "positions that it does not have; use none, documents or concatenated.",
             ("data.packing",),
         )
     if objective.kind == "longce" and objective.longce.context >= recipe.data.length:
@@ -148,10 +148,25 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
     if objective.kind in SENTENCES and packing != "none":
         message = f"{objective.kind} embeds whole texts; windows of data.packing {packing} are not texts; use none."
         yield Problem("objective.kind", message, ("data.packing",))
+    yield from _counting(recipe)
     batch = recipe.training.per_device_train_batch_size
     if objective.kind == "contrastive" and batch == 1:
         message = f"contrastive compares the texts of a batch with one another, and a batch has {batch}."
         yield Problem("objective.kind", message, ("training.per_device_train_batch_size",))
+
+
+def _counting(recipe: Recipe) -> Iterator[Problem]:
+    """Yield settings of the loss on chats that their objective or packing cannot follow."""
+    data, kind = recipe.data, recipe.objective.kind
+    for name in ("assistant_only_loss", "completion_only_loss"):
+        key = f"data.{name}"
+        if not getattr(data, name):
+            continue
+        if kind == "masked" or kind in SENTENCES:
+            yield Problem(key, f"objective.kind {kind} does not predict the next token.", ("objective.kind",))
+        if data.packing == "pose":
+            message = "data.packing pose would separate questions from answers; use none or documents."
+            yield Problem(key, message, ("data.packing",))
 
 
 def _trainable(recipe: Recipe) -> Iterator[Problem]:

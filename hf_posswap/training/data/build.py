@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,18 @@ import numpy as np
 import torch
 
 from hf_posswap.errors import DataError
-from hf_posswap.training.data.cutting import LEAST, Cut, cut_pieces, pack_pieces
+from hf_posswap.training.data.cutting import (
+    LEAST,
+    Cut,
+    concatenate_documents,
+    cut_pieces,
+    pack_pieces,
+    repeat_pieces,
+)
 from hf_posswap.training.data.masking import Masking, make_masking
 from hf_posswap.training.data.mixing import StepRows
 from hf_posswap.training.data.order import Order
-from hf_posswap.training.data.settings import DataSettings, Packing
+from hf_posswap.training.data.settings import DataSettings, Source
 from hf_posswap.training.data.sources import check_sources
 from hf_posswap.training.data.store import TokenStore, token_stores
 from hf_posswap.training.data.telling import Say
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _JUMPING = ("pose", "random-positions")
+_TIMES, _ORDER = 3, 4  # separate these random draws from those of `Order` and of items, which use the same seed
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class TokenData:
         collate: collates items, or rows of `steps`, into a dict for `model(**batch)`; for causal models it sets
             `use_cache=False`, because a cache would disable the masks of packed documents.
         held_out: token ids of the held-out documents, whole, int32 [any length].
+        held_out_counted: whether the loss counts each of their tokens, bool [any length]; None: it counts all.
         summary: documents, tokens and windows of each source, as JSON.
         identity: identifies the tokens, whatever files they came from, as JSON.
     """
@@ -50,6 +60,7 @@ class TokenData:
     cut: tuple[int, ...]
     collate: Collate
     held_out: Sequence[np.ndarray]
+    held_out_counted: Sequence[np.ndarray] | None
     summary: dict[str, Any]
     identity: dict[str, Any]
 
@@ -75,11 +86,17 @@ class TokenizedText:
         stores: training documents of each source.
         held_out: held-out documents of each source.
         masking: of an encoder; None: the model predicts the next token.
+        separator: between concatenated documents.
+        begin: id of the token that each document begins with; None: there is none.
+        lengthy: token ids of the held-out documents that are long enough for their source.
     """
 
     stores: Sequence[TokenStore]
     held_out: Sequence[TokenStore]
     masking: Masking | None
+    separator: np.ndarray
+    begin: int | None
+    lengthy: Sequence[np.ndarray]
 
 
 def read_text(
@@ -95,14 +112,60 @@ def read_text(
     stores, held_out = [], []
     for source in settings.sources:
         store, held_out_store = token_stores(
-            source, tokenizer, begin=causal, held_out=settings.held_out, cache=folder, say=say
+            source,
+            tokenizer,
+            begin=causal,
+            held_out=settings.held_out,
+            cache=folder,
+            assistant_only=settings.assistant_only_loss,
+            completion_only=settings.completion_only_loss,
+            say=say,
         )
-        around = 0 if masking is None else masking.around
-        for length in settings.lengths:
-            _cut_documents(store, length, settings.packing, around, source.path)
         stores.append(store)
         held_out.append(held_out_store)
-    return TokenizedText(stores, held_out, masking)
+    _check_chats(settings, stores, causal=causal)
+    begin = tokenizer.bos_token_id if causal else None
+    separator = np.array(
+        tokenizer(settings.separator, add_special_tokens=False)["input_ids"] if settings.separator else [],
+        dtype=np.int32,
+    )
+    around = 0 if masking is None else masking.around
+    for number, store in enumerate(stores):
+        for length in settings.lengths:
+            _cut(settings, number, store, length, around, separator=separator, begin=begin, packs=False)
+    return TokenizedText(
+        stores, held_out, masking, separator, begin, [ids for ids, _ in _long_documents(settings, held_out)]
+    )
+
+
+def _check_chats(settings: DataSettings, stores: Sequence[TokenStore], *, causal: bool) -> None:
+    """Refuse a loss on parts of chats for an encoder, without a chat, or in windows that separate question and answer.
+
+    Raises:
+        DataError: as said.
+    """
+    asked = {
+        "assistant_only_loss": settings.assistant_only_loss,
+        "completion_only_loss": bool(settings.completion_only_loss),
+    }
+    for key in (key for key, is_set in asked.items() if is_set):
+        if not any(store.rows.get("chats") for store in stores):
+            raise DataError(
+                f"data.{key}=true counts parts of chats, and no source has a row with messages, or with prompt and "
+                "completion: leave it out, or set data.sources.0.column=messages if the rows have text too."
+            )
+    if not any(store.counted is not None for store in stores):
+        return
+    advice = "leave data.assistant_only_loss out and set data.completion_only_loss=false, which counts all tokens"
+    if not causal:
+        raise DataError(
+            f"the loss counts parts of chats, and this model is an encoder, which predicts masked tokens: {advice}."
+        )
+    if settings.packing == "pose":
+        raise DataError(
+            "packing 'pose' reads two regions of a text and would separate questions from answers, and the loss counts "
+            f"only answers: use packing 'documents' or 'none', or {advice}."
+        )
 
 
 def build_data(
@@ -153,6 +216,8 @@ def build_data(
         text.stores,
         text.held_out,
         masking=text.masking,
+        separator=text.separator,
+        begin=text.begin,
         filler=_filler(tokenizer),
         scheme_length=scheme_length,
         first_position=first_position,
@@ -170,6 +235,8 @@ def cut_data(
     scheme_length: int,
     first_position: int = 0,
     dtype: torch.dtype = torch.float32,
+    separator: np.ndarray | None = None,
+    begin: int | None = None,
 ) -> TokenData:
     """Return training data from documents that are already tokenized.
 
@@ -182,19 +249,23 @@ def cut_data(
         scheme_length: as in `build_data`.
         first_position: likewise.
         dtype: likewise.
+        separator: token ids between concatenated documents; None: none.
+        begin: id of the token that each document begins with, which a separator replaces; None: there is none.
 
     Raises:
         DataError: a source has no window, or the window is longer than `scheme_length`.
     """
     _check_length(settings, scheme_length)
     around = 0 if masking is None else masking.around
+    separator = np.zeros(0, dtype=np.int32) if separator is None else separator
 
-    def windows(length: int) -> TokenWindows:
-        cuts = [
-            _cut(store, length, settings.packing, around, source.path)
-            for store, source in zip(stores, settings.sources, strict=True)
+    def windows(length: int) -> tuple[TokenWindows, list[dict[str, int]]]:
+        cuts_and_counts = [
+            _cut(settings, number, store, length, around, separator=separator, begin=begin)
+            for number, store in enumerate(stores)
         ]
-        return TokenWindows(
+        cuts = [cut for cut, _ in cuts_and_counts]
+        token_windows = TokenWindows(
             stores=tuple(stores),
             cuts=tuple(cuts),
             order=Order([len(cut) for cut in cuts], [source.weight for source in settings.sources], settings.seed),
@@ -206,19 +277,44 @@ def cut_data(
             first_position=first_position,
             seed=settings.seed,
             count=sum(map(len, cuts)),
+            separator=separator,
         )
+        return token_windows, [counts for _, counts in cuts_and_counts]
 
-    train, *others = map(windows, settings.lengths)
-    shorter = {settings.length // other.length: other for other in others}
+    (train, left_out), *others = map(windows, settings.lengths)
+    shorter = {settings.length // other.length: other for other, _ in others}
+    long_documents = _long_documents(settings, held_out)
+    all_counted = all(store.counted is None for store in held_out)
     return TokenData(
         train,
         shorter,
         settings.cut,
         Collate(masking is None, dtype),
-        held_out=[document for store in held_out for document in store[:]],
-        summary=_summary(settings, [train, *others], held_out),
+        held_out=[ids for ids, _ in long_documents],
+        held_out_counted=None if all_counted else [counted for _, counted in long_documents],
+        summary=_summary(settings, [train, *(other for other, _ in others)], held_out, left_out),
         identity=_identity(train, settings, held_out),
     )
+
+
+def _long_documents(settings: DataSettings, stores: Sequence[TokenStore]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return token ids and flags of the held-out documents that have the least tokens of their source.
+
+    Raises:
+        DataError: none has.
+    """
+    documents = [
+        (store[number], store.counted_of(number))
+        for source, store in zip(settings.sources, stores, strict=True)
+        for number in range(len(store))
+        if len(store[number]) >= (source.min_tokens or 0)
+    ]
+    if not documents and any(map(len, stores)):
+        raise DataError(
+            "no held-out document has the tokens of min_tokens, so there is none to measure on: raise data.held_out, "
+            "or lower min_tokens."
+        )
+    return documents
 
 
 def _identity(train: TokenWindows, settings: DataSettings, held_out: Sequence[TokenStore]) -> dict[str, Any]:
@@ -248,28 +344,152 @@ def _check_length(settings: DataSettings, target: int) -> None:
         )
 
 
-def _cut(store: TokenStore, length: int, packing: Packing, around: int, name: str) -> Cut:
-    cut = _cut_documents(store, length, packing, around, name)
-    return pack_pieces(cut, length, around=around) if packing == "documents" else cut
+def _cut(
+    settings: DataSettings,
+    number: int,
+    store: TokenStore,
+    length: int,
+    around: int,
+    *,
+    separator: np.ndarray,
+    begin: int | None,
+    packs: bool = True,
+) -> tuple[Cut, dict[str, int]]:
+    """Return the windows of source `number`, and the counts of what is in no window, by the name in the summary.
 
+    Args:
+        settings: how windows are cut.
+        number: of the source.
+        store: its training documents.
+        length: tokens of a window.
+        around: special tokens around each piece.
+        separator: as in `cut_data`.
+        begin: likewise.
+        packs: whether to pack; otherwise packing "documents" gives one piece per window.
 
-def _cut_documents(store: TokenStore, length: int, packing: Packing, around: int, name: str) -> Cut:
-    """Return the windows of one piece each; raise a DataError if there is none."""
-    size = length - around
-    jumping = packing in _JUMPING
+    Raises:
+        DataError: there is no window.
+    """
+    source, size = settings.sources[number], length - around
     if size < LEAST:
         raise DataError(
             f"windows of {length} tokens have no room for text next to {around} special tokens: take a larger length, "
             "or a smaller cut."
         )
-    cut = cut_pieces(store.offsets, size, whole=jumping)
+    lengths = np.diff(store.offsets)
+    times = _times(lengths, source, np.random.default_rng((settings.seed, _TIMES, number)))
+    counts: dict[str, int] = {}
+    if source.min_tokens is not None:
+        counts["documents_too_short"] = int((lengths < source.min_tokens).sum())
+    if source.upsample is not None:
+        counts["documents_read_again"] = int((np.maximum(times, 1) - 1).sum())
+        counts["documents_not_read"] = int((times == 0).sum()) - counts.get("documents_too_short", 0)
+    if settings.packing == "concatenated":
+        order = _concatenation(times, np.random.default_rng((settings.seed, _ORDER, number)))
+        begins = (store.tokens[np.minimum(store.offsets[:-1], len(store.tokens) - 1)] == begin) & (lengths > 0)
+        skipped = begins.astype(np.int64) if len(separator) and begin is not None else np.zeros_like(lengths)
+        cut = concatenate_documents(store.offsets, size, order, skipped=skipped, separator=len(separator))
+        cut = dataclasses.replace(cut, left=cut.left + int(lengths[times == 0].sum()))
+        if store.counted is not None:
+            cut, counts["windows_without_loss"] = _counted_windows(cut, store.counted)
+    else:
+        cut = cut_pieces(store.offsets, size, whole=settings.packing in _JUMPING)
+        document = np.searchsorted(store.offsets, cut.starts, side="right") - 1
+        piece_times = times[document]
+        if store.counted is not None:
+            piece_times, loss_counts = _counted_pieces(cut, piece_times, document, store)
+            counts |= loss_counts
+        cut = repeat_pieces(cut, piece_times)
     if len(cut) == 0:
-        longest = int(np.diff(store.offsets).max())
-        raise DataError(
-            f"{name} has no window for packing {packing!r}: its longest document has {longest} tokens, and "
-            f"{size if jumping else LEAST} are needed. Give longer documents or take a smaller length."
+        raise _no_window(settings, source, lengths, size, counts)
+    if settings.packing == "documents" and packs:
+        cut = pack_pieces(cut, length, around=around)
+    return cut, counts
+
+
+def _times(lengths: np.ndarray, source: Source, random: np.random.Generator) -> np.ndarray:
+    """Return how often a pass reads each document of `lengths` tokens, int64 [documents].
+
+    A fraction is the share of the documents that are read once more.
+
+    Example:
+        >>> source = Source("books", min_tokens=5, upsample={10: 3, 20: 0})
+        >>> _times(np.array([4, 5, 10, 19, 20]), source, np.random.default_rng(0)).tolist()
+        [0, 1, 3, 3, 0]
+    """
+    factors = np.ones(len(lengths))
+    for tokens, factor in sorted((source.upsample or {}).items()):
+        factors[lengths >= tokens] = factor
+    factors[lengths < (source.min_tokens or 0)] = 0
+    whole = np.floor(factors)
+    return (whole + (random.random(len(lengths)) < factors - whole)).astype(np.int64)
+
+
+def _concatenation(times: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return the order of documents, each `times` times, so that all are read once before any is read again."""
+    rounds = [random.permutation(np.flatnonzero(times > number)) for number in range(int(times.max(initial=0)))]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *rounds])
+
+
+def _counted_windows(cut: Cut, counted: np.ndarray) -> tuple[Cut, int]:
+    """Return the windows of concatenated documents that have a token to predict, and how many have none."""
+    kept = [
+        any(
+            counted[max(start, 0) + (number == 0) : start + length].any()
+            for number, (start, length, _) in enumerate(cut.pieces(window))
+            if start >= 0
         )
-    return cut
+        for window in range(len(cut))
+    ]
+    if all(kept):
+        return cut, 0
+    sizes = np.diff(cut.windows)
+    pieces = np.repeat(np.array(kept), sizes)
+    left = cut.left + int(cut.lengths[~pieces & (cut.starts >= 0)].sum())
+    windows = np.cumsum([0, *sizes[kept]], dtype=np.int64)
+    return Cut(cut.starts[pieces], cut.lengths[pieces], cut.ends[pieces], windows, left), kept.count(False)
+
+
+def _counted_pieces(
+    cut: Cut, times: np.ndarray, document: np.ndarray, store: TokenStore
+) -> tuple[np.ndarray, dict[str, int]]:
+    """Return `times` with 0 for pieces that have no token to predict, and for the ends of chats beyond a window.
+
+    An answer without its question teaches nothing about the question, so a chat is truncated as by TRL.
+    """
+    assert store.counted is not None
+    total = np.concatenate(([0], np.cumsum(store.counted, dtype=np.int64)))
+    masked = np.diff(total[store.offsets]) < np.diff(store.offsets)  # documents that are not counted whole
+    truncated = masked[document] & (cut.starts > store.offsets[document])
+    without = ~truncated & (total[cut.starts + cut.lengths] == total[cut.starts + 1])
+    counts = {
+        "tokens_truncated": int(cut.lengths[truncated & (times > 0)].sum()),
+        "windows_without_loss": int((without & (times > 0)).sum()),
+    }
+    return np.where(truncated | without, 0, times), counts
+
+
+def _no_window(
+    settings: DataSettings, source: Source, lengths: np.ndarray, size: int, counts: dict[str, int]
+) -> DataError:
+    """Return the error for a source without windows."""
+    longest, jumping = int(lengths.max(initial=0)), settings.packing in _JUMPING
+    if counts.get("windows_without_loss"):
+        return DataError(
+            f"{source.path}: no window of {size} tokens has a token that the loss counts, since the questions are "
+            "longer: take a larger data.length."
+        )
+    if source.min_tokens is not None and longest < source.min_tokens:
+        return DataError(
+            f"{source.path} has no document of {source.min_tokens} tokens (the longest has {longest}): give longer "
+            "documents, or a smaller min_tokens."
+        )
+    if counts.get("documents_not_read"):
+        return DataError(f"{source.path}: upsample leaves no document: give a factor above 0 for those it has.")
+    return DataError(
+        f"{source.path} has no window for packing {settings.packing!r}: its longest document has {longest} tokens, and "
+        f"{size if jumping else LEAST} are needed. Give longer documents or take a smaller length."
+    )
 
 
 def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -279,7 +499,12 @@ def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: Sequence[TokenStore]) -> dict[str, Any]:
+def _summary(
+    settings: DataSettings,
+    lengths: list[TokenWindows],
+    held_out: Sequence[TokenStore],
+    left_out: list[dict[str, int]],
+) -> dict[str, Any]:
     rows = []
     for number, (source, held_out_store) in enumerate(zip(settings.sources, held_out, strict=True)):
         store, cut = lengths[0].stores[number], lengths[0].cuts[number]
@@ -294,6 +519,11 @@ def _summary(settings: DataSettings, lengths: list[TokenWindows], held_out: Sequ
             "held_out_documents": len(held_out_store),
             "held_out_tokens": len(held_out_store.tokens),
         }
+        row |= left_out[number]
+        if store.rows.get("chats"):
+            row |= store.rows
+        if store.counted is not None:
+            row["tokens_counted"] = int(store.counted.sum())
         if len(lengths) > 1:
             row["shorter_windows"] = {str(other.length): len(other.cuts[number]) for other in lengths[1:]}
         rows.append(row)

@@ -63,6 +63,67 @@ def cut_pieces(offsets: np.ndarray, size: int, *, whole: bool = False) -> Cut:
     return Cut(starts, lengths, ends, np.arange(len(starts) + 1), left)
 
 
+def repeat_pieces(cut: Cut, times: np.ndarray) -> Cut:
+    """Return windows of one piece each, with the pieces of `cut` repeated; those repeated 0 times are left out.
+
+    Args:
+        cut: pieces, one a window.
+        times: how often to take each piece, int64 [P].
+
+    Example:
+        >>> cut = repeat_pieces(cut_pieces(np.array([0, 5, 8]), 3), np.array([2, 0, 1]))
+        >>> cut.starts.tolist(), cut.left
+        ([0, 0, 5], 2)
+    """
+    index = np.repeat(np.arange(len(cut.starts)), times)
+    left = cut.left + int(cut.lengths[times == 0].sum())
+    return Cut(cut.starts[index], cut.lengths[index], cut.ends[index], np.arange(len(index) + 1), left)
+
+
+def concatenate_documents(
+    offsets: np.ndarray, size: int, order: np.ndarray, *, skipped: np.ndarray, separator: int = 0
+) -> Cut:
+    """Return windows of `size` tokens over documents one after another, the last one perhaps shorter.
+
+    A piece that starts at -1 - k, below 0, holds tokens of the separator from k on.
+
+    Args:
+        offsets: start of each document in the stream, and the end, int64 [documents + 1].
+        size: tokens of a window.
+        order: the documents to take, in order, possibly several times, int64.
+        skipped: tokens to skip at the beginning of each document, int64 [documents].
+        separator: tokens between two documents.
+
+    Example:
+        >>> cut = concatenate_documents(np.array([0, 5, 8]), 4, np.array([1, 0]), skipped=np.zeros(2, int), separator=1)
+        >>> [[piece[:2] for piece in cut.pieces(window)] for window in range(len(cut))]
+        [[(5, 3), (-1, 1)], [(0, 4)]]
+        >>> cut.left
+        1
+    """
+    starts = np.stack((offsets[:-1][order] + skipped[order], np.full(len(order), -1)), axis=1).ravel()[:-1]
+    lengths = np.stack((np.diff(offsets)[order] - skipped[order], np.full(len(order), separator)), axis=1).ravel()[:-1]
+    ends = np.repeat(offsets[1:][order], 2)[:-1]
+    kept = lengths > 0
+    starts, lengths, ends = starts[kept], lengths[kept], ends[kept]
+    begins = np.cumsum(lengths) - lengths  # of each document and separator, in the concatenation
+    first, last = begins // size, (begins + lengths - 1) // size  # windows that it is in
+    counts = last - first + 1
+    whole = np.repeat(np.arange(len(starts)), counts)  # of each piece
+    window = first[whole] + np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
+    piece_begins = np.maximum(begins[whole], window * size)
+    piece_lengths = np.minimum(begins[whole] + lengths[whole], (window + 1) * size) - piece_begins
+    consumed = piece_begins - begins[whole]
+    piece_starts = np.where(starts[whole] < 0, -1 - consumed, starts[whole] + consumed)
+    windows = np.searchsorted(window, np.arange(int(window[-1]) + 2)) if len(window) else np.zeros(1, dtype=np.int64)
+    left = 0
+    if len(windows) > 1 and piece_lengths[windows[-2] :].sum() < LEAST:  # a lone last token
+        left = int(piece_lengths[windows[-2] :].sum())
+        windows = windows[:-1]
+    index = slice(0, windows[-1])
+    return Cut(piece_starts[index], piece_lengths[index], ends[whole][index], windows, left)
+
+
 def pack_pieces(cut: Cut, size: int, *, around: int = 0) -> Cut:
     """Return windows that hold several whole pieces of `cut` each: best fit, longest first.
 

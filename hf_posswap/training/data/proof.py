@@ -26,7 +26,7 @@ def prove_packing(model: Any, data: TokenData) -> None:
 
     Args:
         model: the swapped model to train, on its device; dropout is off meanwhile.
-        data: the training data, of which each length is checked; packing "none" needs no check.
+        data: the training data, of which each length is checked; packings "none" and "concatenated" need no check.
 
     Raises:
         DataError: documents leak into one another, pieces do not attend to one another, or positions have no effect.
@@ -37,7 +37,7 @@ def prove_packing(model: Any, data: TokenData) -> None:
 
 def _prove(model: Any, windows: TokenWindows, collate: Collate) -> None:
     packing = windows.packing
-    item_and_border = None if packing == "none" else _border(windows)
+    item_and_border = None if packing in ("none", "concatenated") else _border(windows)
     if item_and_border is None:
         return
     window, border = _around_border(windows, *item_and_border)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hf_posswap.errors import ConfigError
 
-Packing = Literal["none", "documents", "pose", "random-positions"]
+Packing = Literal["none", "documents", "concatenated", "pose", "random-positions"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 PYTHON = "python"
 _LEAST_LENGTH = 4
+_MOST_TIMES = 1000
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,13 @@ class Source:
             or "org/name" or "org/name:split" of a data set on the Hub; or "python": the running Python's own sources
             and documentation (a folder of that name is "./python").
         weight: share of the windows that come from here, in proportion to the other sources' weights.
-        column: that holds the text of a row.
+        column: that holds the text of a row. A row without text there is a chat if it has messages, or prompt and
+            completion, in TRL's formats (https://huggingface.co/docs/trl/dataset_formats); messages takes them from
+            rows that have text too.
         documents: most documents to take, in order; None: all.
+        min_tokens: tokens that a document must have; shorter ones are left out. None: all are taken.
+        upsample: how often a pass reads a document, by its least tokens: {0: 0.5, 4096: 1, 8192: 4} reads half of the
+            documents below 4096 tokens, and those from 8192 on four times. None: each once.
         streaming: whether a data set on the Hub is read row by row, or downloaded as a whole first.
     """
 
@@ -35,6 +42,8 @@ class Source:
     weight: float = 1.0
     column: str = "text"
     documents: int | None = None
+    min_tokens: int | None = None
+    upsample: Mapping[int, float] | None = None
     streaming: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +54,14 @@ class Source:
             problems.append(f"weight is a number above 0, got {self.weight!r}; leave the source out for a share of 0")
         if self.documents is not None and self.documents < 2:
             problems.append(f"documents is a whole number of at least 2, got {self.documents!r}")
+        if self.min_tokens is not None and self.min_tokens < 1:
+            problems.append(f"min_tokens is a number of tokens from 1, got {self.min_tokens!r}")
+        for tokens, times in (self.upsample or {}).items():
+            if tokens < 0 or not 0 <= times <= _MOST_TIMES:
+                problems.append(
+                    f"upsample maps a number of tokens from 0 to how often longer documents are read, 0 to "
+                    f"{_MOST_TIMES}, got {tokens!r}: {times!r}"
+                )
         _refuse(problems, "source")
 
 
@@ -56,10 +73,17 @@ class DataSettings:
         sources: where documents come from. There is no default: without one, nothing can be trained.
         length: tokens of a window.
         packing: "none": a window holds tokens of one document, padded where that ends. "documents": as many whole
-            documents as fit, with no attention across. "pose": two pieces of one document, as far apart in position as
-            the target length allows, with attention across (https://arxiv.org/abs/2309.10400). "random-positions":
-            one piece of a document at sorted random positions below the target length, with attention across
-            (https://arxiv.org/abs/2305.16843).
+            documents as fit, with no attention across. "concatenated": documents one after another in random order,
+            cut every `length` tokens, with attention across. "pose": two pieces of one document, as far apart in
+            position as the target length allows, with attention across (https://arxiv.org/abs/2309.10400).
+            "random-positions": one piece of a document at sorted random positions below the target length, with
+            attention across (https://arxiv.org/abs/2305.16843).
+        separator: text or special token between concatenated documents, instead of the begin-of-text token of each
+            (https://arxiv.org/abs/2504.06214). None: documents follow one another as they are tokenized.
+        assistant_only_loss: count the assistant's messages alone, as in TRL: those in the chat template's
+            {% generation %} blocks, or, without such blocks, what each message adds to the prompt before it. Sources
+            of text alone are counted whole.
+        completion_only_loss: count the completion alone, as in TRL; None: in rows with prompt and completion.
         cut: windows that each `length` tokens are cut into, step by step, repeated: [8, 1] alternates steps of eight
             short windows with steps of one full-length window. Every step reads the same number of tokens.
         seed: of the order, the positions and the masking.
@@ -71,6 +95,9 @@ class DataSettings:
     sources: tuple[Source, ...] = ()
     length: int = 512
     packing: Packing = "none"
+    separator: str | None = None
+    assistant_only_loss: bool = False
+    completion_only_loss: bool | None = None
     cut: tuple[int, ...] = (1,)
     seed: int = 0
     cache: Path | None = None
@@ -85,6 +112,11 @@ class DataSettings:
             problems.append(f"length is a whole number of at least {_LEAST_LENGTH} tokens, got {self.length!r}")
         if self.packing not in PACKINGS:
             problems.append(f"packing is one of {', '.join(PACKINGS)}, got {self.packing!r}")
+        if self.separator is not None and (self.packing != "concatenated" or not self.separator):
+            problems.append(
+                "separator is text between the documents of packing 'concatenated', got "
+                f"{self.separator!r} with packing {self.packing!r}"
+            )
         if self.seed < 0:
             problems.append(f"seed is a whole number of at least 0, got {self.seed!r}")
         for name in ("held_out", "mask_share"):

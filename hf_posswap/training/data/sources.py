@@ -61,18 +61,22 @@ def check_source(source: Source) -> None:
         require_datasets()
 
 
-def source_documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
+def source_documents(source: Source, *, chats: bool = False) -> Iterator[tuple[Document, bool | None]]:
     """Yield each document of `source`, and whether it is held out; None: not decided by the source.
 
     The Python corpus holds out the documents on which models are measured by default.
 
+    Args:
+        source: of the documents.
+        chats: whether a row without text may be a `Chat`; otherwise it is refused.
+
     Raises:
         DataError, MissingDependencyError: it cannot be read.
     """
-    return islice(_documents(source), source.documents)
+    return islice(_documents(source, chats), source.documents)
 
 
-def _documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
+def _documents(source: Source, chats: bool) -> Iterator[tuple[Document, bool | None]]:
     if source.path == PYTHON:
         corpus = python_corpus()
         # alternating, so that a limit leaves some of both
@@ -84,11 +88,13 @@ def _documents(source: Source) -> Iterator[tuple[Document, bool | None]]:
             yield document, False
         yield from ((document, True) for document in held_out)
     elif (data_set := hub_text(source.path)) is not None:
-        documents = hub_documents(data_set, column=source.column, splits=SPLITS, streaming=source.streaming)
+        documents = hub_documents(
+            data_set, column=source.column, splits=SPLITS, streaming=source.streaming, chats=chats
+        )
         yield from ((document, None) for document in documents)
     else:
         for path in files_below(Path(source.path), SPLITS):
-            yield from ((document, None) for document in file_documents(path, source.column))
+            yield from ((document, None) for document in file_documents(path, source.column, chats=chats))
 
 
 def source_identity(source: Source) -> dict[str, Any]:

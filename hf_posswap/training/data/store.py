@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
 
 import numpy as np
 from filelock import FileLock
 
 from hf_posswap.errors import CheckpointError, DataError
+from hf_posswap.text.chats import Chat, ChatEncoder
 from hf_posswap.text.stdlib import Document
 from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import source_documents, source_identity
@@ -23,10 +25,11 @@ from hf_posswap.utils.atomic_io import read_json, replacing, writable_folder, wr
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LAYOUT = 2
-_DIGESTS = "digests.json"
+_LAYOUT = 3
+_DIGESTS, _ROWS = "digests.json", "rows.json"
 # Limits of a tokenizer call: fast tokenizers parallelize over documents, but memory must stay bounded.
 _AT_ONCE, _CHARACTERS = 256, 4_000_000
+_FLAGS = ".counted"
 _SPLITS = ("train", "held_out")
 Placed = tuple[Document, bool | None]
 """A document, and whether it is held out; None: a hash of its text decides."""
@@ -39,12 +42,16 @@ class TokenStore(Sequence[np.ndarray]):
     Attributes:
         tokens: of all documents, concatenated, int32 [N].
         offsets: start of each document, and the end, int64 [documents + 1].
-        digest: of both, computed when they were written.
+        digest: of all arrays, computed when they were written.
+        counted: whether the loss counts each token, bool [N]; None: it counts all.
+        rows: numbers of rows of both splits, by the names in the summary.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     digest: str
+    counted: np.ndarray | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -59,6 +66,11 @@ class TokenStore(Sequence[np.ndarray]):
         k = range(len(self))[index]
         return self.tokens[self.offsets[k] : self.offsets[k + 1]]
 
+    def counted_of(self, index: int) -> np.ndarray:
+        """Return whether the loss counts each token of document `index`, bool [its tokens]."""
+        start, end = self.offsets[index], self.offsets[index + 1]
+        return np.ones(end - start, dtype=bool) if self.counted is None else self.counted[start:end]
+
 
 def token_stores(
     source: Source,
@@ -67,6 +79,8 @@ def token_stores(
     begin: bool,
     held_out: float,
     cache: Path,
+    assistant_only: bool = False,
+    completion_only: bool | None = None,
     say: Say | None = None,
 ) -> tuple[TokenStore, TokenStore]:
     """Return the training and the held-out documents of `source`, from `cache` if they are there.
@@ -79,10 +93,13 @@ def token_stores(
         begin: whether each document begins with the tokenizer's begin-of-text token, if it has one.
         held_out: share to hold out, if the source does not decide.
         cache: folder of the cache.
+        assistant_only: as in `ChatEncoder`.
+        completion_only: likewise.
         say: shows a progress line now and then; None: nothing is shown.
 
     Raises:
-        DataError: the source cannot be read, or one of the splits would be empty.
+        DataError: the source cannot be read, one of the splits would be empty, or a row is not what the loss is to
+            count.
         CheckpointError: the cache cannot be written.
     """
     identity = {
@@ -91,6 +108,7 @@ def token_stores(
         "tokenizer": _tokenizer_identity(tokenizer),
         "begin": begin,
         "held_out": held_out,
+        "loss": [assistant_only, completion_only],
     }
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     try:
@@ -103,17 +121,14 @@ def token_stores(
         if not folder.is_dir():
             with replacing(folder) as temporary:
                 temporary.mkdir()
-                least_hash = _write(source, tokenizer, begin, held_out, temporary, say)
+                chats = ChatEncoder(tokenizer, assistant_only, completion_only)
+                least_hash = _write(source, tokenizer, chats, begin, held_out, temporary, say)
                 if least_hash is not None:
-                    _write(
-                        source,
-                        tokenizer,
-                        begin,
+                    share, chats = (
                         math.nextafter(least_hash, 1.0),
-                        temporary,
-                        say,
-                        requested_share=held_out,
+                        ChatEncoder(tokenizer, assistant_only, completion_only),
                     )
+                    _write(source, tokenizer, chats, begin, share, temporary, say, requested_share=held_out)
                 write_json(temporary / "identity.json", identity)
     train_store, held_out_store = (_open(folder, split) for split in _SPLITS)
     return train_store, held_out_store
@@ -122,6 +137,7 @@ def token_stores(
 def _write(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
+    chats: ChatEncoder,
     begin: bool,
     held_out: float,
     folder: Path,
@@ -134,6 +150,7 @@ def _write(
     Args:
         source: of the documents.
         tokenizer: of the model.
+        chats: turns chats into tokens.
         begin: as in `token_stores`.
         held_out: share to hold out.
         folder: that takes the files.
@@ -146,23 +163,18 @@ def _write(
     Raises:
         DataError: one of the splits is empty, and no other share would fill it.
     """
-    hash_positions: set[float] = set()
-    lengths: dict[str, list[int]] = {split: [] for split in _SPLITS}
-    digests = {split: hashlib.sha256() for split in _SPLITS}
     progress = TokenizingProgress(source, say)
-    with (folder / "train.bin").open("wb") as train_file, (folder / "held_out.bin").open("wb") as held_out_file:
-        for group in _groups(source_documents(source)):
-            encoded = list(_encode(group, tokenizer, begin))
-            progress.count(len(group), sum(map(len, encoded)))
-            for (document, source_decision), ids in zip(group, encoded, strict=True):
-                if source_decision is None:
-                    hash_positions.add(_hash_position(document.text))
-                is_held_out = _hash_position(document.text) < held_out if source_decision is None else source_decision
-                split = _SPLITS[is_held_out]
-                (held_out_file if is_held_out else train_file).write(ids.tobytes())
-                digests[split].update(ids.astype("<i4").tobytes())
-                lengths[split].append(len(ids))
+    with ExitStack() as stack:
+        splits = tuple(stack.enter_context(_SplitWriter(folder, split)) for split in _SPLITS)
+        groups = _groups(source_documents(source, chats=True))
+        hash_positions, rows = _write_groups(groups, splits, tokenizer, chats, begin, held_out, progress)
+    lengths = {writer.split: writer.lengths for writer in splits}
     count = sum(map(len, lengths.values()))
+    if not count and rows["without_loss"]:
+        raise DataError(
+            f"{source.path} has {rows['without_loss']} rows, and none has a token that the loss counts: give messages "
+            "of the assistant, or leave data.assistant_only_loss and data.completion_only_loss out."
+        )
     if not lengths["held_out"] and len(hash_positions) > 1:
         return min(hash_positions)
     if requested_share is not None and say is not None:
@@ -183,9 +195,106 @@ def _write(
                 f"data.held_out={held_out:g}: {lower} data.held_out, or give more documents."
             )
         np.save(folder / f"{split}.npy", np.cumsum([0, *document_lengths], dtype=np.int64))
-        digests[split].update(np.array(document_lengths, dtype="<i8").tobytes())
-    write_json(folder / _DIGESTS, {split: digest.hexdigest()[:16] for split, digest in digests.items()})
+    write_json(folder / _DIGESTS, {writer.split: writer.digest() for writer in splits})
+    write_json(folder / _ROWS, rows | {"diverging_prompts": chats.diverging, "unstopped": chats.unstopped})
     return None
+
+
+def _write_groups(
+    groups: Iterator[list[Placed]],
+    splits: tuple[_SplitWriter, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    chats: ChatEncoder,
+    begin: bool,
+    held_out: float,
+    progress: TokenizingProgress,
+) -> tuple[set[float], dict[str, int]]:
+    """Write the documents of `groups` into `splits`, and return the hashes of those placed by it, and counts of rows.
+
+    Raises:
+        DataError: text and chats are mixed, and the loss is to count parts of the chats alone.
+    """
+    hash_positions: set[float] = set()
+    rows = {"chats": 0, "without_loss": 0}
+    text = ""  # the name of a document that is no chat
+    for group in groups:
+        encoded = list(_encode(group, tokenizer, chats, begin))
+        progress.count(len(group), sum(len(ids) for ids, _ in encoded))
+        for (document, source_decision), (ids, counted) in zip(group, encoded, strict=True):
+            is_chat = isinstance(document, Chat)
+            rows["chats"] += is_chat
+            text = text or ("" if is_chat else document.name)
+            if text and rows["chats"]:
+                _refuse_text_among_chats(text, chats)
+            if counted is not None and not counted[1:].any():
+                rows["without_loss"] += 1
+                continue
+            if source_decision is None:
+                hash_positions.add(_hash_position(document.text))
+            is_held_out = _hash_position(document.text) < held_out if source_decision is None else source_decision
+            splits[is_held_out].write(ids, counted)
+    return hash_positions, rows
+
+
+class _SplitWriter:
+    """Writes the tokens of one split, and their flags once one is not counted.
+
+    Args:
+        folder: that takes the files.
+        split: "train" or "held_out".
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.folder, self.split = folder, split
+        self.lengths: list[int] = []
+        self.tokens = 0
+        self._hash, self._flags_hash = hashlib.sha256(), hashlib.sha256()
+        self._flags: BinaryIO | None = None
+
+    def __enter__(self) -> _SplitWriter:
+        self._ids = (self.folder / f"{self.split}.bin").open("wb")
+        (self.folder / f"{self.split}{_FLAGS}").unlink(missing_ok=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ids.close()
+        if self._flags is not None:
+            self._flags.close()
+
+    def write(self, ids: np.ndarray, counted: np.ndarray | None) -> None:
+        """Append a document; `counted` None: the loss counts all of it."""
+        if self._flags is None and counted is not None and not counted.all():
+            self._flags = (self.folder / f"{self.split}{_FLAGS}").open("wb")
+            for start in range(0, self.tokens, _CHARACTERS):
+                self._write_flags(np.ones(min(_CHARACTERS, self.tokens - start), dtype=bool))
+        self._ids.write(ids.tobytes())
+        self._hash.update(ids.astype("<i4").tobytes())
+        if self._flags is not None:
+            self._write_flags(np.ones(len(ids), dtype=bool) if counted is None else counted)
+        self.lengths.append(len(ids))
+        self.tokens += len(ids)
+
+    def _write_flags(self, counted: np.ndarray) -> None:
+        assert self._flags is not None
+        self._flags.write(counted.tobytes())
+        self._flags_hash.update(counted.tobytes())
+
+    def digest(self) -> str:
+        """Return the digest of tokens, lengths and flags; without flags it is that of tokens and lengths."""
+        self._hash.update(np.array(self.lengths, dtype="<i8").tobytes())
+        if self._flags is not None:
+            self._hash.update(self._flags_hash.digest())
+        return self._hash.hexdigest()[:16]
+
+
+def _refuse_text_among_chats(text: str, encoder: ChatEncoder) -> None:
+    """Refuse a source of text and chats if the loss is to count parts of the chats alone."""
+    key = "assistant_only_loss" if encoder.assistant_only else "completion_only_loss"
+    if encoder.assistant_only or encoder.completion_only:
+        raise DataError(
+            f"{text} is text, other rows of its source are chats, and data.{key}=true counts only parts of chats: put "
+            "text into a source of its own, where it is counted whole."
+        )
 
 
 def _listed(lengths: dict[str, list[int]]) -> str:
@@ -209,11 +318,18 @@ def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
         yield group
 
 
-def _encode(group: list[Placed], tokenizer: PreTrainedTokenizerBase, begin: bool) -> Iterator[np.ndarray]:
-    texts = [document.text for document, _ in group]
+def _encode(
+    group: list[Placed], tokenizer: PreTrainedTokenizerBase, chats: ChatEncoder, begin: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yield the tokens of each document, and which of them the loss counts; None: all."""
+    texts = [document.text for document, _ in group if not isinstance(document, Chat)]
     first = [tokenizer.bos_token_id] if begin and tokenizer.bos_token_id is not None else []
-    for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-        yield np.array([*first, *ids], dtype=np.int32)
+    rows = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+    for document, _ in group:
+        if isinstance(document, Chat):
+            yield chats.encode(document)
+        else:
+            yield np.array([*first, *next(rows)], dtype=np.int32), None
 
 
 def _open(folder: Path, split: str) -> TokenStore:
@@ -221,22 +337,33 @@ def _open(folder: Path, split: str) -> TokenStore:
         offsets = np.load(folder / f"{split}.npy")
         tokens = np.memmap(folder / f"{split}.bin", dtype=np.int32, mode="r")
         digest = str(read_json(folder / _DIGESTS)[split])
+        rows = dict(read_json(folder / _ROWS))
+        flags = folder / f"{split}{_FLAGS}"
+        counted = np.memmap(flags, dtype=bool, mode="r") if flags.is_file() else None
     except Exception as error:  # numpy's reader of headers raises anything
         raise DataError(f"the cached tokens in {folder} cannot be read: {error}. Delete that folder.") from error
     if offsets.ndim != 1 or offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] or (np.diff(offsets) < 0).any():
         raise DataError(f"{folder}/{split}.npy holds no document offsets: it is damaged. Delete that folder.")
+    if counted is not None and len(counted) != len(tokens):
+        raise DataError(f"{flags} holds {len(counted)} flags for {len(tokens)} tokens: delete {folder}.")
     if len(tokens) != offsets[-1]:
         raise DataError(
             f"{folder} holds {len(tokens)} tokens where {offsets[-1]} were written: it is damaged. Delete that folder."
         )
-    return TokenStore(tokens, offsets, digest)
+    return TokenStore(tokens, offsets, digest, counted, rows)
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     serialized = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     digest = hashlib.sha256(serialized.encode()).hexdigest()
-    return {"class": type(tokenizer).__name__, "digest": digest, "bos": tokenizer.bos_token_id}
+    return {
+        "class": type(tokenizer).__name__,
+        "digest": digest,
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token,
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }
 
 
 def _hash_position(text: str) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_posswap.text.files import files_below
 from hf_posswap.text.hub import TEXT_FILES, hub_text
@@ -71,3 +72,32 @@ def count_documents(source: Source) -> int | None:
         available = len(files) if all(path.suffix in TEXT_FILES for path in files) else None
     limits = [number for number in (available, source.documents) if number is not None]
     return min(limits, default=None)
+
+
+_LEFT_OUT = {
+    "documents_too_short": "documents shorter than min_tokens",
+    "documents_not_read": "documents by upsample",
+    "without_loss": "rows without a token that the loss counts",
+    "windows_without_loss": "windows without a token that the loss counts",
+    "tokens_truncated": "tokens of chats beyond a window",
+}
+_NOTES = {
+    "diverging_prompts": "prompts whose tokens are not the first ones of prompt and completion: there the completion "
+    "begins where they diverge. End prompts at a token's end, such as before a space",
+    "unstopped": "chats where the token after the assistant's text is not counted, so that the model may not learn to "
+    "stop: put it into the {% generation %} block of the chat template",
+}
+
+
+def data_notes(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines on each source of a summary of data: what is left out, and what is wrong with its chats.
+
+    Example:
+        >>> list(data_notes({"sources": [{"source": "a.jsonl", "without_loss": 2, "tokens_truncated": 0}]}))
+        ['a.jsonl: left out 2 rows without a token that the loss counts']
+    """
+    for row in summary["sources"]:
+        left_out = [f"{row[name]:,} {text}" for name, text in _LEFT_OUT.items() if row.get(name)]
+        if left_out:
+            yield f"{row['source']}: left out {', '.join(left_out)}"
+        yield from (f"warning: {row['source']}: {row[name]:,} {text}" for name, text in _NOTES.items() if row.get(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
         first_position: value of position 0 in the model's `position_ids`.
         seed: of positions and masking.
         count: items.
+        separator: tokens between concatenated documents, int32.
     """
 
     stores: tuple[TokenStore, ...]
@@ -50,6 +51,7 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
     first_position: int
     seed: int
     count: int
+    separator: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     def __len__(self) -> int:
         return self.count
@@ -70,11 +72,11 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
             raise IndexError(f"window {item} of {self.count}")
         source, window = self.order.at(item)
         random = np.random.default_rng((self.seed, _ITEM, item))
-        tokens, pieces = self.stores[source].tokens, self.cuts[source].pieces(window)
+        pieces = self.cuts[source].pieces(window)
         if self.packing == "pose":
-            fields = self._pose(tokens, *pieces[0], random)
+            fields = self._pose(self.stores[source].tokens, *pieces[0], random)
         else:
-            fields = self._pieces([tokens[start : start + length] for start, length, _ in pieces], random)
+            fields = self._pieces(self._read(source, pieces), random)
             if self.packing == "random-positions":
                 fields["position_ids"] = random_positions(self.length, self.target, random)
         if self.packing != "documents":
@@ -84,13 +86,29 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
         fields.pop("real", None)
         return {name: torch.from_numpy(value) for name, value in fields.items()}
 
+    def _read(self, source: int, pieces: list[tuple[int, int, int]]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Return the tokens of each piece, and which of them the loss counts; concatenated ones are one piece."""
+        store = self.stores[source]
+        arrays: list[tuple[np.ndarray, np.ndarray | None]] = []
+        for start, length, _ in pieces:
+            if start < 0:
+                separator = self.separator[-1 - start : length - 1 - start]
+                arrays.append((separator, None if store.counted is None else np.zeros(length, dtype=bool)))
+            else:
+                span = slice(start, start + length)
+                arrays.append((store.tokens[span], None if store.counted is None else store.counted[span]))
+        if self.packing != "concatenated":
+            return arrays
+        flags = [counted for _, counted in arrays if counted is not None]
+        return [(np.concatenate([ids for ids, _ in arrays]), np.concatenate(flags) if flags else None)]
+
     def _pose(
         self, tokens: np.ndarray, start: int, length: int, end: int, random: np.random.Generator
     ) -> dict[str, np.ndarray]:
         special_tokens = self.length - length
         first, second, positions = pose_draw(length, end - start, self.target - special_tokens, random)
         text = np.concatenate((tokens[start : start + first], tokens[start + second : start + second + length - first]))
-        fields = self._pieces([text], random)
+        fields = self._pieces([(text, None)], random)
         if self.masking is None:
             if second != first:  # the next token of the text is not here
                 fields["labels"][first] = IGNORED
@@ -100,15 +118,17 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
             positions = np.concatenate((np.arange(before), piece_positions, piece_positions[-1] + 1 + np.arange(after)))
         return fields | {"position_ids": positions}
 
-    def _pieces(self, pieces: list[np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
+    def _pieces(
+        self, pieces: list[tuple[np.ndarray, np.ndarray | None]], random: np.random.Generator
+    ) -> dict[str, np.ndarray]:
         """Return the pieces concatenated and padded, each with positions from 0."""
         ids = np.full(self.length, self.filler, dtype=np.int64)
         labels = np.full(self.length, IGNORED, dtype=np.int64)
         positions = np.zeros(self.length, dtype=np.int64)
         real = np.zeros(self.length, dtype=bool)
         end = 0
-        for piece in pieces:
-            ids_read, piece_labels = self._shown(piece, random)
+        for piece, counted in pieces:
+            ids_read, piece_labels = self._shown(piece, counted, random)
             span = slice(end, end + len(ids_read))
             ids[span], labels[span], real[span] = ids_read, piece_labels, True
             positions[span] = np.arange(len(ids_read))
@@ -116,11 +136,14 @@ class TokenWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
         fields = {"input_ids": ids, "labels": labels, "real": real}
         return fields | {"position_ids": positions} if self.packing == "documents" else fields
 
-    def _shown(self, piece: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return the input ids and the labels of a piece."""
+    def _shown(
+        self, piece: np.ndarray, counted: np.ndarray | None, random: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the input ids and the labels of a piece, of which the loss counts the tokens `counted`; None: all."""
         if self.masking is None:
             ids = piece.astype(np.int64)
-            return ids, np.concatenate(([IGNORED], ids[1:]))  # the first token has no context to predict it from
+            labels = ids if counted is None else np.where(counted, ids, IGNORED)
+            return ids, np.concatenate(([IGNORED], labels[1:]))  # the first token has no context to predict it from
         ids, labels = self.masking.hide(piece, random)
         before, after = self.masking.before, self.masking.after
         ends = (np.full(len(before), IGNORED), np.full(len(after), IGNORED))

@@ -16,21 +16,43 @@ _LEAST_TEXT = 16
 """Least tokens, with special ones, at which a vector is worth comparing."""
 
 
-def lengths_of(recipe: Recipe, documents: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Return the lengths at which to evaluate held-out `documents`: the recipe's, or one length that they have."""
+def lengths_of(recipe: Recipe, documents: Sequence[np.ndarray], *, whole: bool = False) -> tuple[int, ...]:
+    """Return the lengths at which to evaluate held-out `documents`: the recipe's, or one length that they have.
+
+    Args:
+        recipe: as a whole.
+        documents: token ids of each.
+        whole: whether documents that are shorter than a length are evaluated too, as whole.
+    """
     if recipe.evaluation.lengths:
         return recipe.evaluation.lengths
-    length = own_length(documents, recipe.data.length, recipe.evaluation.documents)
+    if whole:
+        length = min(recipe.data.length, max(map(len, documents), default=0))
+    else:
+        length = own_length(documents, recipe.data.length, recipe.evaluation.documents)
     return (length,) if length >= LEAST_TOKENS else ()
 
 
 def measure_of(
-    recipe: Recipe, services: Services, model: Any, documents: Sequence[np.ndarray]
+    recipe: Recipe,
+    services: Services,
+    model: Any,
+    documents: Sequence[np.ndarray],
+    counted: Sequence[np.ndarray] | None,
 ) -> Callable[[], dict[int, float]]:
-    """Return a function that measures `model` on held-out `documents` by the recipe's settings."""
-    evaluate, lengths = services.evaluate, lengths_of(recipe, documents)
+    """Return a function that measures `model` on held-out `documents` by the recipe's settings.
+
+    Args:
+        recipe: without stages.
+        services: with the function that measures.
+        model: to measure.
+        documents: token ids of each.
+        counted: whether the loss counts each token; None: it counts all.
+    """
+    evaluate, lengths = services.evaluate, lengths_of(recipe, documents, whole=counted is not None)
     assert evaluate is not None
-    return lambda: evaluate(model, documents, lengths, recipe.evaluation.documents) if lengths else {}
+    flags = {} if counted is None else {"counted": counted}
+    return lambda: evaluate(model, documents, lengths, recipe.evaluation.documents, **flags) if lengths else {}
 
 
 def vector_lengths(documents: Sequence[Any], window: int, longest: int, most: int) -> tuple[int, ...]:

@@ -140,9 +140,9 @@ def as_markdown(report: dict[str, Any]) -> str:
         lines += ["", *(f"- {gate}" for gate in phase["gates"])]
     if report["nll"]:
         lines += ["", "| tokens read | nats a token |", "|---|---|"]
-        shown = {
-            length: "the model ends before it" if nll is None else f"{nll:.4f}" for length, nll in report["nll"].items()
-        }
+        counts_parts = any("tokens_counted" in source for source in report["phases"][-1]["data"].get("sources", []))
+        missing = "the model ends before it" + (", or the loss counts no token before it" if counts_parts else "")
+        shown = {length: missing if nll is None else f"{nll:.4f}" for length, nll in report["nll"].items()}
         lines += [f"| {length} | {nll} |" for length, nll in shown.items()]
     if (kept := report.get("kept")) is not None:
         lines += [

@@ -14,13 +14,15 @@ from torch import Tensor
 from hf_posswap.errors import DataError, PositionRangeError, TrainingError, UnsupportedModelError
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.training.chunked_loss import causal_loss, masked_loss
+from hf_posswap.training.chunked_loss import IGNORED, causal_loss, masked_loss
 from hf_posswap.training.config import SENTENCES
+from hf_posswap.training.data import TokenWindows
 from hf_posswap.training.engine.objectives import whole_loss
 
 _ROWS = 2
 _CHUNK = 512
 _SHORT_WINDOWS = 8
+_LOOKED_AT = 64
 _NO_TRAINING_LIMIT, _TRAINING_LIMIT, _GUESSING_LIMIT = 0.25, 1.5, 1.5
 """Nats above the unswapped model's loss that a plan allows, without and with training; and nats above guessing."""
 
@@ -213,10 +215,40 @@ def _cause(plain: float, limit: float, first: FirstLoss, plan: SwapPlan | None) 
     return f"the fields of {plan.scheme}: base, layout, factor or original_length do not fit this model."
 
 
-def short_windows(documents: Sequence[np.ndarray], window: int) -> Tensor:
-    """Return the first `window` tokens of up to eight held-out `documents`, [N, window]; else those of the longest."""
-    long = [document[:window] for document in documents if len(document) >= window][:_SHORT_WINDOWS]
-    if not long:
-        longest = max(documents, key=len)
-        long = [longest]
-    return torch.from_numpy(np.stack(long).astype(np.int64))
+def short_windows(
+    documents: Sequence[np.ndarray], window: int, counted: Sequence[np.ndarray] | None = None
+) -> dict[str, Tensor]:
+    """Return the first `window` tokens of up to eight held-out `documents` and their labels, [N, window] each.
+
+    Without a document of that length, those of the longest are returned.
+
+    Args:
+        documents: token ids of each.
+        window: tokens to take.
+        counted: whether the loss counts each token; None: it counts all. Documents without one in the window are left
+            out, unless there are no others: then all tokens are counted.
+    """
+    flags = [np.ones(len(ids), dtype=bool) for ids in documents] if counted is None else counted
+    pairs = [(ids[:window], kept[:window]) for ids, kept in zip(documents, flags, strict=True)]
+    pairs = [pair for pair in pairs if pair[1][1:].any()] or [(ids, np.ones_like(kept)) for ids, kept in pairs]
+    chosen = [pair for pair in pairs if len(pair[0]) == window][:_SHORT_WINDOWS] or [max(pairs, key=_tokens)]
+    ids, kept = (torch.from_numpy(np.stack(rows)) for rows in zip(*chosen, strict=True))
+    return {"input_ids": ids.long(), "labels": ids.long().masked_fill(~kept, IGNORED)}
+
+
+def _tokens(pair: tuple[np.ndarray, np.ndarray]) -> int:
+    return len(pair[0])
+
+
+def windows_with_loss(windows: Sequence[dict[str, Tensor]] | TokenWindows, most: int, *, rows: int = 2) -> list[int]:
+    """Return the first `rows` windows in whose first `most` tokens the loss counts one; []: none of the first 64 has.
+
+    If there are fewer, they are repeated.
+    """
+    found: list[int] = []
+    for number in range(min(len(windows), _LOOKED_AT)):
+        if bool((windows[number]["labels"][1:most] != IGNORED).any()):
+            found.append(number)
+        if len(found) == rows:
+            break
+    return (found * rows)[:rows]

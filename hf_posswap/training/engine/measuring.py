@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.config import Recipe
-from hf_posswap.training.data import build_data
+from hf_posswap.training.data import TokenData, build_data
 from hf_posswap.training.engine.arguments import on_cpu
-from hf_posswap.training.engine.evaluating import LEAST_TOKENS, lengths_of, own_length, vector_lengths
+from hf_posswap.training.engine.evaluating import lengths_of, measure_of, vector_lengths
 from hf_posswap.training.engine.phase import Run
 from hf_posswap.training.engine.preparing import load_model, load_recipe_tokenizer
 
@@ -34,11 +32,12 @@ def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | Non
     if is_default and (not recipe.objective.predicts_next_token or run.services.evaluate is None or run.launch.shards):
         return {}
     assert run.services.evaluate is not None
-    _, documents = _held_out(recipe, causal=True)
-    lengths = lengths_of(recipe, documents)
+    _, data = _held_out(recipe, causal=True)
+    lengths = lengths_of(recipe, data.held_out, whole=data.held_out_counted is not None)
     if not lengths:
         return {}
-    loss_by_length = run.services.evaluate(_on_device(model, recipe), documents, lengths, recipe.evaluation.documents)
+    measure = measure_of(recipe, run.services, _on_device(model, recipe), data.held_out, data.held_out_counted)
+    loss_by_length = measure()
     return {str(length): loss_by_length.get(length) for length in lengths}
 
 
@@ -56,19 +55,26 @@ def kept_of_base(recipe: Recipe, run: Run, model: Any, tokens: int) -> dict[str,
     """
     if recipe.objective.kind != "distill" or run.services.evaluate is None or run.launch.shards:
         return None
-    _, documents = _held_out(recipe, causal=True)
-    base = load_model(recipe)
-    window, most = locate(unwrap(base)).geometry.original_length, recipe.evaluation.documents
-    length = own_length(documents, min(window, recipe.data.length), most)
-    if length < LEAST_TOKENS:
+    _, data = _held_out(recipe, causal=True)
+    documents, counted, base = data.held_out, data.held_out_counted, load_model(recipe)
+    window = locate(unwrap(base)).geometry.original_length
+    inside = dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(recipe.data, length=min(window, recipe.data.length), cut=(1,)),
+        evaluation=dataclasses.replace(recipe.evaluation, lengths=()),
+    )
+    found = []
+    for each in (base, model):
+        found.append(measure_of(inside, run.services, _on_device(each, recipe), documents, counted)())
+    if not found[0] or found[0].keys() != found[1].keys():
         return None
-    measured = (run.services.evaluate(_on_device(each, recipe), documents, (length,), most) for each in (base, model))
-    before, after = (losses.get(length) for losses in measured)
-    if before is None or after is None:
-        return None
-    read = min(most, sum(len(document) >= length for document in documents))
+    ((length, before),), ((_, after),) = (losses.items() for losses in found)
+    if counted is None:
+        read = sum(len(document) >= length for document in documents)
+    else:
+        read = sum(bool(flags[1:length].any()) for flags in counted)
     loss = {"base": before, "nll": after, "kept": math.exp(before - after)}
-    return {"length": length, "documents": read, "tokens": tokens} | loss
+    return {"length": length, "documents": min(read, recipe.evaluation.documents), "tokens": tokens} | loss
 
 
 def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None) -> list[dict[str, Any]]:
@@ -84,7 +90,8 @@ def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None)
     """
     if recipe.objective.predicts_next_token or run.services.near is None or run.launch.shards:
         return []
-    tokenizer, documents = _held_out(recipe, causal=False)
+    tokenizer, data = _held_out(recipe, causal=False)
+    documents = data.held_out
     base = load_model(recipe)
     window = locate(unwrap(base)).geometry.original_length
     trained_lengths = (*recipe.data.lengths, *(stage.length for stage in recipe.stages if stage.length))
@@ -97,11 +104,11 @@ def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None)
     return run.services.near(*placed, tokenizer, long[: recipe.evaluation.documents], lengths)
 
 
-def _held_out(recipe: Recipe, *, causal: bool) -> tuple[Any, Sequence[np.ndarray]]:
-    """Return the tokenizer and the held-out documents, uncut."""
+def _held_out(recipe: Recipe, *, causal: bool) -> tuple[Any, TokenData]:
+    """Return the tokenizer, and data with the held-out documents, uncut."""
     tokenizer = load_recipe_tokenizer(recipe)
-    plain = dataclasses.replace(recipe.data, packing="none", cut=(1,))
-    return tokenizer, build_data(plain, tokenizer, causal=causal, scheme_length=plain.length).held_out
+    plain = dataclasses.replace(recipe.data, packing="none", separator=None, cut=(1,))
+    return tokenizer, build_data(plain, tokenizer, causal=causal, scheme_length=plain.length)
 
 
 def _on_device(model: Any, recipe: Recipe) -> Any:

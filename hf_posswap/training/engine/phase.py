@@ -180,7 +180,9 @@ def _trainer(phase: Phase, run: Run, prepared: Prepared, folder: Path) -> Posswa
             model, recipe.trainable, learning_rate=training.learning_rate, weight_decay=training.weight_decay
         ),
         identity=run.identity,
-        measure=measure_of(recipe, run.services, prepared.model, documents) if evaluates else None,
+        measure=measure_of(recipe, run.services, prepared.model, documents, prepared.data.held_out_counted)
+        if evaluates
+        else None,
         tokenizer=prepared.tokenizer,
         data_collator=collator_of(run.launch, prepared.data.collate),
         train_dataset=prepared.data.steps(training.max_steps, _rows(recipe, run)),
@@ -215,8 +217,7 @@ def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: R
     if recipe.swap.gradual_steps:
         callbacks.append(BlendScheduleCallback(prepared.model, recipe.swap.gradual_steps))
     if stage is not None and prepared.recovery is not None:
-        tokens, before = prepared.recovery
-        short = {"input_ids": tokens, "labels": tokens}
+        short, before = prepared.recovery
         callbacks.append(StopWhenRecovered(stage, lambda: probe(prepared.model, short, causal=True), before, log))
     return callbacks
 

@@ -24,11 +24,12 @@ from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.text.tokens import check_token_ids, load_tokenizer
 from hf_posswap.training.chunk_proof import chunking_problem
+from hf_posswap.training.chunked_loss import IGNORED
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.data.build import read_text
 from hf_posswap.training.data.sources import check_sources
-from hf_posswap.training.data.telling import Say
+from hf_posswap.training.data.telling import Say, data_notes
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
@@ -39,6 +40,7 @@ from hf_posswap.training.engine.gates import (
     probe,
     short_of_window,
     short_windows,
+    windows_with_loss,
 )
 from hf_posswap.training.engine.identity import base_identity
 from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
@@ -67,8 +69,8 @@ class Prepared:
         objective: the loss.
         plan: of the swap; None: there is none.
         window: positions of the unswapped model.
-        recovery: held-out tokens, [N, L], and the unswapped model's loss on them; L is data.length, at most its window.
-            None: the stage does not end by it.
+        recovery: held-out tokens and labels, [N, L], and the unswapped model's loss on them; L is data.length, at most
+            its window. None: the stage does not end by it.
         identity: of the base and the documents, as JSON.
         messages: of the checks.
     """
@@ -79,7 +81,7 @@ class Prepared:
     objective: Objective
     plan: SwapPlan | None
     window: int
-    recovery: tuple[torch.Tensor, float] | None
+    recovery: tuple[dict[str, torch.Tensor], float] | None
     identity: dict[str, Any]
     messages: list[str] = field(default_factory=list)
 
@@ -132,7 +134,7 @@ def prepare(
     )
     check_held_out(data.held_out, recipe.evaluation.lengths)
     _move_to_gpu(model, recipe, launch, services)
-    batch = _first_batch(recipe, model, data, plan, sites)
+    batch, note = _first_batch(recipe, model, data, plan, sites)
     tell(f"checking the start on {len(batch['input_ids'])} windows of {batch['input_ids'].shape[1]} tokens")
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
@@ -144,6 +146,7 @@ def prepare(
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
     fitted = fit_weights(model, fitted_to, services) if fitted_to else ""
     messages = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
+    messages += [*([note] if note else []), *data_notes(data.summary)]
     if (warning := short_of_window(max(recipe.data.lengths), window, batch, plan)) is not None:
         messages.append(warning)
     if mean is not None:
@@ -181,10 +184,10 @@ def prepare(
     return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, messages)
 
 
-def _recovery(model: Any, data: TokenData, length: int) -> tuple[torch.Tensor, float]:
+def _recovery(model: Any, data: TokenData, length: int) -> tuple[dict[str, torch.Tensor], float]:
     """Return `length` tokens of held-out documents, and the loss of the unswapped `model` on two of them."""
-    short = short_windows(data.held_out, length)
-    return short, probe(model, {"input_ids": short, "labels": short}, causal=True)
+    short = short_windows(data.held_out, length, data.held_out_counted)
+    return short, probe(model, short, causal=True)
 
 
 def _move_to_gpu(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:
@@ -197,15 +200,28 @@ def _move_to_gpu(model: Any, recipe: Recipe, launch: Launch, services: Services)
         model.to(device)
 
 
-def _first_batch(recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | None, sites: Any) -> dict[str, Any]:
-    """Return the beginning of the first two windows as a batch, after checking tokens and positions."""
+def _first_batch(
+    recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | None, sites: Any
+) -> tuple[dict[str, Any], str]:
+    """Return the beginning of two windows as a batch, after checking tokens and positions, and a note on it or ""."""
     items = [data.train[item] for item in range(2)]
     whole = data.collate(items)
     check_token_ids(model, whole["input_ids"].numpy())
     unbounded = plan.unbounded if plan else sites.table_path is None
     reach = plan.max_length if plan else sites.geometry.original_length
     check_positions(whole, recipe.data.length, reach, sites.first_position, unbounded=unbounded)
-    return data.collate([{name: values[:_PROBED] for name, values in item.items()} for item in items])
+    read_before = min(_PROBED, sites.geometry.original_length)  # by the unswapped model
+    numbers = windows_with_loss(data.train, read_before)
+    items = [{name: values[:_PROBED] for name, values in data.train[number].items()} for number in numbers or range(2)]
+    if numbers:
+        return data.collate(items), ""
+    for item in items:
+        real = item.get("attention_mask", torch.ones_like(item["input_ids"]))
+        item["labels"] = item["input_ids"].masked_fill(real == 0, IGNORED)
+    return data.collate(items), (
+        f"the loss counts none of the first {read_before} tokens of the first windows: the start is checked on all "
+        "tokens there"
+    )
 
 
 def compile_layers(model: Any, attention: tuple[str, ...], **how: Any) -> int:
@@ -277,7 +293,7 @@ def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) ->
         causal = geometry.causal
     tokenizer = load_recipe_tokenizer(recipe)
     text = read_text(recipe.data, tokenizer, causal=causal, say=say)
-    check_held_out([document for store in text.held_out for document in store[:]], recipe.evaluation.lengths)
+    check_held_out(text.lengthy, recipe.evaluation.lengths)
     return tokenizer
 
 

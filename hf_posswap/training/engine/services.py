@@ -12,8 +12,11 @@ import torch
 from hf_posswap.schemes import Scheme
 from hf_posswap.utils.progress import Reporter
 
-Evaluate = Callable[[Any, Sequence[np.ndarray], Sequence[int], int], dict[int, float]]
-"""From a model, held-out documents, lengths and the most documents to read, to the loss per token at each length."""
+Evaluate = Callable[..., dict[int, float]]
+"""From a model, held-out documents, lengths and the most documents to read, to the loss per token at each length.
+
+If the loss counts only some tokens, `counted` says for each document, bool [its tokens], which ones.
+"""
 CheckFit = Callable[[Any, Scheme], None]
 """Raises if the scheme cannot be fitted to the unswapped model."""
 FitBias = Callable[[Any, Scheme, Sequence[np.ndarray]], Scheme]

@@ -191,7 +191,7 @@ IMPOSSIBLE = [
     ({"objective": {"distill": {"techer": "sliding"}}}, r"distill.techer: no such key. Did you mean 'teacher'"),
     (
         {"objective": {"kind": "distill", "distill": {"teacher": "sliding"}}, "data": {"packing": "random-positions"}},
-        r"use none or documents",
+        r"use none, documents or concatenated",
     ),
     ({"data": {"cutt": [8, 1]}}, r"data.cutt: no such key. Did you mean 'cut'"),
     ({"data": {"cut": 8}}, r"data.cut: expected a list, got 8"),
@@ -202,7 +202,7 @@ IMPOSSIBLE = [
         r"stages\[0\].length: data.cut must divide 100 tokens .* got 8",
     ),
     ({"data": {"cut": [2, 1]}, "objective": {"kind": "embedding"}}, r"data.cut: \[2, 1\] mixes lengths, and embedding"),
-    ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none or documents"),
+    ({"objective": {"kind": "distill"}, "data": {"packing": "pose"}}, r"use none, documents or concatenated"),
     (
         {"objective": {"kind": "embedding"}, "data": {"packing": "documents"}},
         r"packing documents are not texts; use none",

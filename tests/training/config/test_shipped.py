@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
-from hf_posswap.errors import ConfigError, UnknownNameError
+import hf_posswap
+from hf_posswap import run_recipe
+from hf_posswap.errors import ConfigError, DataError, UnknownNameError
 from hf_posswap.patching.inspect.describe import explain
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.config import load_recipe, phases_of
@@ -17,6 +19,8 @@ from hf_posswap.training.config import shipped as module
 from hf_posswap.training.config.copying import copy_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.shipped import find_recipe, recipes_folder, shipped_recipes
+from hf_posswap.training.dryrun import dry_run
+from tests.training.engine_runs import write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -66,6 +70,46 @@ def test_the_line_on_the_swap_is_that_of_the_recipe(name: str) -> None:
             plan = None if scheme is None else explain(config, make_scheme(scheme), max_length=length).plan
             assert scheme is None or plan is not None
             assert loads_with == ("stock" if plan is None or plan.route == "native" else "plugin")
+
+
+MIXTURES = {
+    "prolong-64k": ["data.length=64", "swap.max_length=256", "data.sources.0.min_tokens=64",
+                    "data.sources.1.min_tokens=64"],
+    "ultralong-1b": ["data.length=256", "swap.max_length=256", "swap.scheme.factor=4",
+                     "swap.scheme.original_length=64", "data.sources.0.upsample={0: 0.5, 400: 1, 600: 4}"],
+}  # fmt: skip
+"""A mixture, and what makes it small."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_runs_dry_and_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "llama", "llama")
+    names = [source.path for source in load_recipe(name).data.sources]
+    for number, path in enumerate(names):
+        write_texts(tmp_path / path, count=12, words=60 + 10 * number)
+    small = [*MIXTURES[name], "model.name=llama", "training.max_steps=2", "training.warmup_steps=1",
+             "training.gradient_accumulation_steps=2", "data.cache=cache", "data.held_out=0.2", "out=run",
+             "training.report_to=none"]  # fmt: skip
+    recipe = load_recipe(name, small)
+    assert [source.path for source in recipe.data.sources] == names
+    assert dry_run(recipe).predictions
+    done = run_recipe(recipe)
+    (phase,) = done.report["phases"]
+    assert phase["tokens"] == 2 * 2 * recipe.data.length
+    found = phase["data"]["sources"]
+    assert [row["source"] for row in found] == names
+    if name == "prolong-64k":
+        assert sum(row["weight"] for row in found) == pytest.approx(1)
+        assert phase["data"]["packing"] == "documents"
+        assert ["documents_too_short" in row for row in found] == [True, True, *[False] * 8]
+    else:
+        assert found[0]["documents_read_again"] + found[0]["documents_not_read"] > 0
+    rotation = hf_posswap.load(done.model).config.rope_parameters
+    expected = {"prolong-64k": ("rope_theta", 8e6), "ultralong-1b": ("beta_fast", 4)}[name]
+    assert rotation[expected[0]] == expected[1]
+    with pytest.raises(DataError, match=rf"{names[0]}-elsewhere does not exist"):
+        run_recipe(load_recipe(name, [*small, f"data.sources.0.path={names[0]}-elsewhere", "out=other"]))
 
 
 def test_what_is_not_a_training_is_told_from_what_is() -> None:

@@ -24,16 +24,17 @@ from hf_posswap.text.files import files_below
 from hf_posswap.text.hub import HubText
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
-from hf_posswap.training.data import DataSettings, Source, build_data
+from hf_posswap.training.data import DataSettings, Source, build_data, prove_packing
 from hf_posswap.training.data import sources as reading
 from hf_posswap.training.data import store as storing
-from hf_posswap.training.data.cutting import LEAST, cut_pieces, pack_pieces
+from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces
 from hf_posswap.training.data.masking import make_masking
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.positions import pose_draw, random_positions
 from hf_posswap.training.data.sources import check_source
 from hf_posswap.training.data.telling import TokenizingProgress
 from tests.training.data.test_packing import built, masked_tokenizer
+from tests.training.tiny_models import tiny
 
 TEXTS = [f"document {number} says {'more ' * number}and ends" for number in range(40)]
 TOKENIZER = byte_tokenizer()
@@ -197,7 +198,7 @@ def test_damaged_tokens_are_said(tmp_path: Path) -> None:
         data(tmp_path, Source("python", documents=20))
 
 
-@pytest.mark.parametrize("packing", ["none", "documents", "pose", "random-positions"])
+@pytest.mark.parametrize("packing", ["none", "documents", "concatenated", "pose", "random-positions"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_an_item_depends_on_settings_and_index_alone(tmp_path: Path, packing: Any, causal: bool) -> None:
     one = built(tmp_path, packing, causal=causal).train.sized(200)
@@ -237,6 +238,132 @@ def test_packing_covers_every_token_once_and_splits_no_document_that_fits(
     assert len(seen) + packed.left == sum(lengths)
     assert packed.left <= len(lengths)  # at most a lone last token of each
     assert len(packed) <= len(cut)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    size=st.integers(2, 20),
+    separator=st.integers(0, 3),
+    data=st.data(),
+)
+def test_concatenated_windows_are_one_stream_cut_at_the_window(
+    lengths: list[int], size: int, separator: int, data: Any
+) -> None:
+    """Against lists of tokens: joined with separators, and sliced."""
+    order = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=25))
+    skipped = np.array([data.draw(st.integers(0, min(1, length))) for length in lengths])
+    offsets = np.cumsum([0, *lengths])
+    stream: list[int] = []
+    for number, document in enumerate(order):
+        stream += [] if number == 0 else range(-1, -1 - separator, -1)
+        stream += range(int(offsets[document]) + int(skipped[document]), int(offsets[document + 1]))
+    expected = [stream[start : start + size] for start in range(0, len(stream), size)]
+    lone = len(expected.pop()) if expected and len(expected[-1]) < LEAST else 0
+    cut = concatenate_documents(offsets, size, np.array(order, dtype=np.int64), skipped=skipped, separator=separator)
+    found = []
+    for window in range(len(cut)):
+        pieces = cut.pieces(window)
+        found.append([start + k if start >= 0 else start - k for start, length, _ in pieces for k in range(length)])
+        assert all(start < 0 or start + length <= end for start, length, end in pieces)
+    assert found == expected
+    assert cut.left == lone
+
+
+def test_concatenated_documents_are_separated_and_predicted_across(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS)))
+    whole = {}
+    for separator in (None, "<s>", TOKENIZER.eos_token):
+        found = data(tmp_path, Source(str(path)), packing="concatenated", separator=separator)
+        items = [found.train[k] for k in range(len(found.train))]
+        order = sorted(range(len(items)), key=lambda k: found.train.order.at(k)[1])
+        stream = torch.cat([items[k]["input_ids"][items[k]["attention_mask"] == 1] for k in order])
+        whole[separator] = str(TOKENIZER.decode(stream))
+        assert all("position_ids" not in item for item in items)
+        for item in items:
+            length = int(item["attention_mask"].sum())
+            assert length == 32 or length == int(len(stream) % 32)
+            assert torch.equal(item["labels"][1:length], item["input_ids"][1:length])
+            assert (item["labels"][length:] == -100).all()
+            assert item["labels"][0] == -100
+    begin = TOKENIZER.bos_token
+    plain = whole[None].removeprefix(begin).split(begin)
+    assert set(plain) <= set(TEXTS)
+    assert len(plain) == len(set(plain)) > 25
+    assert whole["<s>"] == "<s>".join(plain)
+    assert whole[TOKENIZER.eos_token] == begin.join(plain)
+
+
+def test_attention_crosses_concatenated_documents(tmp_path: Path) -> None:
+    found = data(tmp_path, Source("python", documents=30), packing="concatenated", separator="<s>", length=64)
+    model = tiny("llama")
+    batch = found.collate([found.train[0], found.train[1]])
+    other = batch | {"input_ids": batch["input_ids"].clone()}
+    other["input_ids"][:, 0] = 7
+    with torch.no_grad():
+        assert (model(**batch).logits - model(**other).logits)[:, -1].abs().amax() > 1e-4
+    prove_packing(model, found)
+
+
+def test_short_documents_are_left_out_and_long_ones_read_more_often(tmp_path: Path) -> None:
+    lengths = [10] * 40 + [50] * 40 + [90] * 40
+    letters = np.random.default_rng(0)
+    texts = ["".join(letters.choice(list("abcdefgh"), length - 1)) for length in lengths]  # and a begin-of-text token
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(texts)))
+
+    def reads(source: Source, **more: Any) -> tuple[Counter[int], dict[str, Any], Any]:
+        found = data(tmp_path, source, length=128, **more)
+        store, cut = found.train.stores[0], found.train.cuts[0]
+        times: Counter[int] = Counter()
+        for window in range(len(cut)):
+            for start, length, _ in cut.pieces(window):
+                document = int(np.searchsorted(store.offsets, start, side="right")) - 1
+                times[document] += length == len(store[document])
+        return times, found.summary["sources"][0], found
+
+    for packing in ("none", "documents"):
+        times, summary, found = reads(Source(str(path), min_tokens=50), packing=packing)
+        sizes = np.diff(found.train.stores[0].offsets)
+        assert times == {number: 1 for number, size in enumerate(sizes) if size >= 50}
+        assert summary["documents_too_short"] == (sizes < 50).sum()
+        assert min(map(len, found.held_out)) >= 50
+        assert summary["tokens_left_out"] == sizes[sizes < 50].sum()
+        upsample = {0: 0.25, 50: 1, 90: 3.5}
+        times, summary, found = reads(Source(str(path), upsample=upsample), packing=packing)
+        sizes = np.diff(found.train.stores[0].offsets)
+        by_size = {size: [times[int(number)] for number in np.flatnonzero(sizes == size)] for size in (10, 50, 90)}
+        assert set(by_size[50]) == {1}
+        assert set(by_size[90]) == {3, 4}
+        assert set(by_size[10]) == {0, 1}
+        assert np.mean(by_size[90]) == pytest.approx(3.5, abs=0.4)
+        assert np.mean(by_size[10]) == pytest.approx(0.25, abs=0.25)
+        assert summary["documents_not_read"] == by_size[10].count(0)
+        assert summary["documents_read_again"] == sum(by_size[90]) - len(by_size[90])
+    text = "".join(
+        str(TOKENIZER.decode(found.train[k]["input_ids"][found.train[k]["attention_mask"] == 1]))
+        for found in [data(tmp_path, Source(str(path), upsample={90: 3}), length=128, packing="concatenated",
+                           separator="<s>", seed=2)]
+        for k in sorted(range(len(found.train)), key=lambda k: found.train.order.at(k)[1])
+    )  # fmt: skip
+    documents = text.split("<s>")
+    counts = Counter(documents)
+    assert {(len(document), count) for document, count in counts.items()} == {(9, 1), (49, 1), (89, 3)}
+    distinct = len(counts)
+    assert len(set(documents[:distinct])) == distinct, "each is read once before any is read again"
+    repeated = reads(Source(str(path), upsample={0: 0.25}))[0]
+    assert repeated == reads(Source(str(path), upsample={0: 0.25}))[0]
+    with pytest.raises(DataError, match=r"a\.jsonl has no document of 91 tokens \(the longest has 90\): give longer"):
+        data(tmp_path, Source(str(path), min_tokens=91))
+    with pytest.raises(DataError, match=r"a\.jsonl: upsample leaves no document: give a factor above 0"):
+        data(tmp_path, Source(str(path), upsample={0: 0}))
+
+
+def test_held_out_documents_must_be_long_enough_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows([*TEXTS, "x" * 500])))
+    with pytest.raises(DataError, match=r"no held-out document has the tokens of min_tokens, .*: raise data\.held_out"):
+        data(tmp_path, Source(str(path), min_tokens=400))
 
 
 def test_pieces_shorter_than_a_window_are_left_out(tmp_path: Path) -> None:
@@ -328,7 +455,7 @@ def test_masking_hides_as_bert_did() -> None:
 
 
 def test_what_an_encoder_reads_is_wrapped(tmp_path: Path) -> None:
-    for packing, begins in (("none", 1), ("pose", 1), ("documents", 2)):
+    for packing, begins in (("none", 1), ("pose", 1), ("concatenated", 1), ("documents", 2)):
         item = built(tmp_path, packing, causal=False).train[0]  # type: ignore[arg-type]
         assert item["input_ids"][0] == 1
         assert (item["input_ids"] == 1).sum() == (item["input_ids"] == 2).sum() >= 1
@@ -354,6 +481,12 @@ def test_a_summary_counts_all(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (lambda: Source("", -1.0, documents=1), r"source: path is .*; weight is .* got -1.0; .*; documents"),
+        (
+            lambda: Source("a", min_tokens=0, upsample={-1: 1, 5: -2, 9: 1}),
+            r"min_tokens is a number of tokens from 1, got 0; upsample maps .* got -1: 1; upsample .* got 5: -2\.",
+        ),
+        (lambda: DataSettings(separator="<s>"), r"separator .* packing 'concatenated', got '<s>' with packing 'none'"),
+        (lambda: DataSettings(separator="", packing="concatenated"), r"separator is text between the documents"),
         (
             lambda: DataSettings(length=1, packing="docs", seed=-1, held_out=1.0, mask_share=0.0),  # type: ignore[arg-type]
             r"data: length .* got 1; packing is one of none, .*'docs'; seed .*; held_out .*; mask_s",

@@ -38,7 +38,7 @@ def batches(data: TokenData, steps: int) -> list[dict[str, Any]]:
     return [data.collate([rows[step * ROWS + row] for row in range(ROWS)]) for step in range(steps)]
 
 
-@pytest.mark.parametrize("packing", ["none", "documents", "pose", "random-positions"])
+@pytest.mark.parametrize("packing", ["none", "documents", "concatenated", "pose", "random-positions"])
 def test_every_step_reads_one_length_and_as_many_tokens(tmp_path: Path, packing: Packing) -> None:
     shapes = [tuple(batch["input_ids"].shape) for batch in batches(built(tmp_path, packing), 6)]
     assert shapes == [(12, 16), (3, 64), (12, 16), (6, 32), (12, 16), (3, 64)]

@@ -61,7 +61,13 @@ def texts(folder: Path, lengths: list[int]) -> Source:
     return Source(str(folder))
 
 
-LENGTHS = {"none": [150, 90, 30], "documents": [20, 25, 9, 150], "pose": [300, 200], "random-positions": [300, 200]}
+LENGTHS = {
+    "none": [150, 90, 30],
+    "documents": [20, 25, 9, 150],
+    "concatenated": [20, 25, 9, 150],
+    "pose": [300, 200],
+    "random-positions": [300, 200],
+}
 
 
 def built(

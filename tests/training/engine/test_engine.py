@@ -250,10 +250,10 @@ def test_the_base_is_measured_where_a_stage_ends_by_it_and_nowhere_else(tmp_path
     assert prepare(wanted, Launch(), Services()).recovery is None
     found = prepare(wanted, Launch(), Services(), recovers=True).recovery
     assert found is not None
-    assert found[0].shape[1] == wanted.data.length < 64, "no more than the recipe trains on"
+    assert found[0]["input_ids"].shape[1] == wanted.data.length < 64, "no more than the recipe trains on"
     base = AutoModelForCausalLM.from_pretrained(wanted.model.name).eval()
     with torch.no_grad():
-        assert found[1] == pytest.approx(base(input_ids=found[0], labels=found[0]).loss.item(), rel=1e-5)
+        assert found[1] == pytest.approx(base(**found[0]).loss.item(), rel=1e-5)
 
 
 @pytest.mark.slow
