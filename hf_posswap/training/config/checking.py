@@ -134,9 +134,9 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
             "take a shorter context, or a longer data.length.",
             ("data.length",),
         )
-    if objective.kind == "longce" and packing not in ("none", "documents"):
+    if objective.kind == "longce" and packing not in ("none", "documents", "concatenated"):
         message = f"longce reads windows again in short ones, and data.packing {packing} has positions that jump."
-        yield Problem("objective.kind", f"{message} Use none or documents.", ("data.packing",))
+        yield Problem("objective.kind", f"{message} Use none, documents or concatenated.", ("data.packing",))
     if objective.kind == "distill" and objective.distill.relations and recipe.training.torch_compile:
         message = "records queries and keys, which a compiled forward does not hand out; use torch_compile=false."
         yield Problem("objective.distill.relations", message, ("training.torch_compile",))
