@@ -113,7 +113,7 @@ def main(
             begin = time.process_time()
             losses = _losses(model, reading, ids[None, :length], window)
             blocks = [float(losses[max(at - 1, 0) : at + BLOCK - 1].mean()) for at in range(0, length, BLOCK)]
-            seconds = round(time.process_time() - begin)
+            seconds = round(time.process_time() - begin, 1)
             units.append(
                 {
                     "document": digest,
@@ -218,7 +218,7 @@ def markdown(result: dict[str, Any]) -> str:
     for unit in result["units"]:
         seconds.setdefault(unit["reading"], []).append(unit["cpu_seconds"])
     costs = ", ".join(
-        f"{name} {np.median(values) / np.median(seconds[BASE]):.2f}"
+        f"{name} {np.median(values) / max(np.median(seconds[BASE]), 0.1):.2f}"
         for name, values in seconds.items()
         if BASE in seconds
     )
