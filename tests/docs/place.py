@@ -1,7 +1,8 @@
-"""A folder with what the pages name: tiny models, a tokenizer that reads bytes, and this Python's own texts."""
+"""A folder with what the pages name: tiny models, a tokenizer that reads bytes, this Python's own texts, and chats."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -25,10 +26,14 @@ from hf_posswap.training.fresh import FreshSettings, fresh_model, fresh_tokenize
 from tests.docs.pages import ROOT
 
 TEXT = 2000
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 def furnish(folder: Path) -> None:
-    """Write my-gpt2, my-qwen-vl (128 positions), my-llama, my-encoder (64), my-vit and two folders of texts."""
+    """Write my-gpt2, my-qwen-vl (128 positions), my-llama, my-instruct, my-encoder (64), my-vit, texts and chats."""
     set_seed(0)
     words = byte_tokenizer()
     small = {"vocab_size": len(words), "bos_token_id": 256, "eos_token_id": 256}
@@ -42,6 +47,7 @@ def furnish(folder: Path) -> None:
     models: dict[str, PreTrainedModel] = {
         "my-gpt2": GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=64, n_positions=128, **small)),
         "my-llama": LlamaForCausalLM(llama),
+        "my-instruct": LlamaForCausalLM(llama),
         "my-encoder": fresh_model(bert, letters),
         "my-qwen-vl": Qwen2_5_VLForConditionalGeneration(qwen_vl()),
         "my-vit": ViTModel(ViTConfig(image_size=32, patch_size=8, **vit), add_pooling_layer=False),
@@ -50,6 +56,10 @@ def furnish(folder: Path) -> None:
         model.save_pretrained(folder / name)
         if name != "my-vit":
             (letters if name == "my-encoder" else words).save_pretrained(folder / name)
+    (folder / "my-instruct" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    sums = [[("user", f"What is {n} + 2?"), ("assistant", f"{n + 2}.")] for n in range(40)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in sums]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
     texts = [document.text for document in python_corpus().train if len(document.text) > TEXT]
     for name, some in {"books": texts[:12], "other-books": texts[12:24]}.items():
         (folder / name).mkdir()

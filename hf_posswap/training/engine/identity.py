@@ -20,6 +20,11 @@ def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     for name in ("name", "out", "evaluation", "gates"):
         del identity[name]
     del identity["data"]["cache"]
+    if not recipe.data.assistant_only_loss:  # runs from before this key, and the next two, resume
+        del identity["data"]["assistant_only_loss"]
+    for source in identity["data"]["sources"]:
+        for name in (name for name in ("min_tokens", "upsample") if source[name] is None):
+            del source[name]
     identity |= {"training": result_settings(recipe.training), "processes": launch.processes}
     return identity | ({"sharding": launch.sharding} if launch.sharding else {})
 

@@ -17,10 +17,17 @@ import hf_posswap
 from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import DataError
 from hf_posswap.text.chats import Chat, ChatEncoder, row_document
+from hf_posswap.text.hub import HubText
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.config import make_recipe
+from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import DataSettings, Source, TokenData, build_data, prove_packing
+from hf_posswap.training.data import sources as reading
 from hf_posswap.training.data.masking import IGNORED
 from hf_posswap.training.data.telling import data_notes
+from hf_posswap.training.engine.checkpoints import differences
+from hf_posswap.training.engine.identity import identity_of
+from hf_posswap.training.engine.parallel import Launch
 from tests.training.data.test_packing import masked_tokenizer
 from tests.training.engine_runs import FITTING, recipe, trained
 from tests.training.tiny_models import tiny
@@ -213,13 +220,18 @@ def test_rows_and_windows_without_an_answer_are_left_out_and_counted(tmp_path: P
         built(tmp_path, silent, assistant_only_loss=True)
 
 
-def test_every_kind_of_source_gives_the_same_chats(tmp_path: Path) -> None:
+def test_every_kind_of_source_gives_the_same_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*CHATS, {"messages": WITH_TOOLS}]
     expected = documents(built(tmp_path, rows, MARKED, assistant_only_loss=True))
     Dataset.from_list(rows[:-1]).to_parquet(tmp_path / "rows.parquet")
     Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    for path, count in (("rows.parquet", len(CHATS)), ("saved", len(rows))):
-        settings = DataSettings((Source(str(tmp_path / path)),), length=512, cache=tmp_path / "cache", held_out=0.3,
+    (tmp_path / "org" / "chats").mkdir(parents=True)
+    Dataset.from_list(rows[:-1]).to_parquet(tmp_path / "org" / "chats" / "train.parquet")
+    monkeypatch.chdir(tmp_path)
+    # a folder of that name, where datasets finds it offline
+    monkeypatch.setattr(reading, "hub_text", lambda path: HubText(path) if path == "org/chats" else None)
+    for path, count in (("rows.parquet", len(CHATS)), ("saved", len(rows)), ("org/chats", len(CHATS))):
+        settings = DataSettings((Source(path),), length=512, cache=tmp_path / "cache", held_out=0.3,
                                 assistant_only_loss=True)  # fmt: skip
         found = documents(build_data(settings, tokenizer_with(MARKED), causal=True, scheme_length=1024))
         assert len(found) == count
@@ -295,7 +307,7 @@ def test_an_encoder_counts_no_answers(tmp_path: Path) -> None:
         build_data(settings, masked_tokenizer(), causal=False, scheme_length=64)
 
 
-def test_prompts_that_diverge_and_turns_without_an_end_are_told_of(tmp_path: Path) -> None:
+def test_diverging_prompts_and_uncounted_ends_of_turns_are_reported(tmp_path: Path) -> None:
     unstopped = built(tmp_path / "unstopped", CHATS, UNSTOPPED, assistant_only_loss=True)
     template = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     diverging = built(tmp_path / "diverging", PAIRS, template)
@@ -345,6 +357,21 @@ def test_a_training_and_its_held_out_loss_count_the_answers_alone(tmp_path: Path
     assert done.report["phases"][0]["last_loss"] < done.report["phases"][0]["first_loss"]
     saved = AutoTokenizer.from_pretrained(done.model)
     assert saved.chat_template == PLAIN
+
+
+def test_what_is_counted_belongs_to_a_training_and_older_ones_resume(tmp_path: Path) -> None:
+    """New keys at their defaults change no identity: `differences` reads a missing key as None, except in lists."""
+    asked = {"data.assistant_only_loss": True, "data.completion_only_loss": False, "data.sources.0.min_tokens": 5,
+             "data.sources.0.upsample": "{50: 2}"}  # fmt: skip
+    plain = recipe(tmp_path, kind="llama")
+    identity = identity_of(plain, Launch())["data"]
+    new = ("separator", "assistant_only_loss", "completion_only_loss")
+    assert [identity.get(name) for name in new] == [None] * 3
+    assert not {"min_tokens", "upsample"} & identity["sources"][0].keys()
+    other = recipe(tmp_path, *(f"{key}={value}" for key, value in asked.items()), kind="llama")
+    changed = differences(identity_of(plain, Launch()), json.loads(json.dumps(identity_of(other, Launch()))))
+    assert {key for key, _, _ in changed} == {"data.sources", *(f"data.{name}" for name in new[1:])}
+    assert make_recipe(to_dict(other)) == other
 
 
 def test_the_start_is_checked_where_the_loss_counts(tmp_path: Path) -> None:
