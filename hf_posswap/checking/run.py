@@ -68,8 +68,8 @@ def check(
 
     It compares the angles in force with the config's and with the papers' formulas, the config with its config.json,
     lengths with tables and tokenizers, and runs a few tokens alone, padded and packed. `print(report)` shows it, and
-    `report.raise_if_errors()` stops a script. The model is left as it is: its modes, its rotary state, its buffers; so
-    is torch's random state.
+    `report.raise_if_errors()` stops a script. The model is left as it is: its modes, its rotary state, its buffers. It
+    runs in eval mode; a model that draws random numbers even there draws them from torch's own.
 
     Args:
         model: a live model (also a PEFT model or a SentenceTransformer), or a folder, a Hub id or a GGUF file: of a

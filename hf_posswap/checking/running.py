@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +15,6 @@ from hf_posswap.checkpoints.doctor_checks.findings import Finding
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.threads import PROCESS
 
 TOKENS = 8
 """Length of the rows."""
@@ -86,7 +84,7 @@ def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterat
         module.training = False
     topic = "outputs, padding and packing"
     try:
-        with torch.no_grad(), _random_state_kept(model):
+        with torch.no_grad():
             runner = _Runner(model, rows)
             alone = runner.run(runner.ids[: runner.length])
             coverage.checked.append(f"the {runner.outputs} of a row")
@@ -107,19 +105,6 @@ def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterat
         coverage.skip(topic, f"{type(model).__name__} was not run, because {unable}")
     except Exception as error:  # a class may ask for inputs that only its processor makes
         coverage.fail(topic, f"{type(model).__name__} cannot be run on tokens alone: {said_by(error, 200)}")
-
-
-@contextmanager
-def _random_state_kept(model: Any) -> Iterator[None]:
-    """Give torch's random numbers of the CPU and of the model's devices back their state: a forward may draw some."""
-    devices = {each.device for each in (*model.parameters(), *model.buffers())}
-    others = [device for device in devices if device.type not in ("cpu", "meta")]
-    device_type = others[0].type if others else "cuda"
-    with (
-        PROCESS,
-        torch.random.fork_rng([device for device in others if device.type == device_type], device_type=device_type),
-    ):
-        yield
 
 
 def _nonfinite(runner: _Runner, outputs: Tensor, how: str = "") -> Finding | None:

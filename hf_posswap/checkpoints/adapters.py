@@ -8,7 +8,6 @@ onto the unswapped one silently. The weights carry the record too (`patching/rec
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from hf_posswap.patching.record.adapter_marks import SIDECAR, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.utils.atomic_io import read_object, write_json
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
-from hf_posswap.utils.threads import PROCESS
+from hf_posswap.utils.threads import ignored_warnings
 
 SIDECAR_VERSION = 1
 ADAPTER_CONFIG = "adapter_config.json"
@@ -181,6 +180,5 @@ def import_peft() -> Any:
 @contextmanager
 def without_peft_warning() -> Iterator[None]:
     """Inside the block, what PEFT asks of transformers by a deprecated name is not reported to the user."""
-    with PROCESS, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    with ignored_warnings("`is_gradient_checkpointing` is deprecated", FutureWarning):
         yield

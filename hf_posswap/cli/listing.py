@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from hf_posswap.cli.fields import describe_fields, format_value
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.errors import OptionError
 from hf_posswap.utils.docstrings import attribute_docs, description
+from hf_posswap.utils.threads import ignored_warnings, quiet_logger
 
 
 def schemes(
@@ -200,14 +201,8 @@ def _mechanism(family: Any) -> str:
 @contextmanager
 def warnings_off() -> Iterator[None]:
     """Silence warnings inside the block: transformers and torch warn about the sizes of tiny models."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_logger("transformers", logging.ERROR), ignored_warnings():
         yield
-    logging.set_verbosity(before)
 
 
 def _classes(json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,28 +23,29 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def gpu_autocast() -> Iterator[None]:
-    """Make autocast on a CPU use float32 inside the block for the operators for which it does so on a GPU.
+    """Make autocast on a CPU use float32 in the block, in this thread, for the operators for which it does on a GPU.
 
     Touches `torch.library.Library` under the key AutocastCPU, and `torch._C._ExcludeDispatchKeyGuard` (torch 2.6 to
     2.13). Without it a GELU or a norm in mixed precision would seem to use half of the memory that it uses on a GPU.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library, thread = torch.library.Library("aten", "IMPL"), threading.get_ident()
     for name in WIDENED:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        library.impl(name, _widening(operator), "AutocastCPU")
+        library.impl(name, _widening(operator, thread), "AutocastCPU")
     try:
         yield
     finally:
         library._destroy()
 
 
-def _widening(operator: Any) -> Callable[..., Any]:
+def _widening(operator: Any, thread: int) -> Callable[..., Any]:
     beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def _widened(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(beneath):
-            if not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+            here = threading.get_ident() == thread
+            if here and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 args, kwargs = tree_map_only(Tensor, _float32, (args, kwargs))
             return operator(*args, **kwargs)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from hf_posswap.utils.threads import shared
 
 
 class Watch(TorchDispatchMode):
@@ -89,22 +92,35 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+_told_of_sizes: ContextVar[tuple[Callable[[Any], None], ...]] = ContextVar("told_of_sizes", default=())
+
+
 @contextmanager
 def resized_storages(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Have `tell` called with each storage whose size is changed in the block: FSDP2 empties and fills its own so.
+    """Have `tell` called with each storage whose size this thread changes in the block: FSDP2 empties its own so.
 
     Touches `UntypedStorage.resize_` (torch 2.6 to 2.13), which is called past the dispatcher. Without it weights that
     FSDP2 has gathered once would count for ever.
     """
-    original = torch.UntypedStorage.resize_
 
-    def _resize(storage: Any, size: int) -> Any:
-        result = original(storage, size)
-        tell(storage)
-        return result
+    def _begin() -> Callable[[], None]:
+        original = torch.UntypedStorage.resize_
 
-    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        def _resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            for each in _told_of_sizes.get():
+                each(storage)
+            return result
+
+        def _end() -> None:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+        return _end
+
+    with shared("UntypedStorage.resize_", _begin):
+        before = _told_of_sizes.set((*_told_of_sizes.get(), tell))
+        try:
+            yield
+        finally:
+            _told_of_sizes.reset(before)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_posswap.compat.torch_dispatch import Watch, argument_names
 
 
 class PrivateRandomness(Watch):
-    """A context in which tensors of this thread are filled by a generator of the context's own.
+    """A context in which this thread draws random numbers from generators of the context's own, one for each device.
 
     Touches `torch.Tag` on `OpOverload.tags`, and overloads called `generator` (torch 2.6 to 2.13). Without it building
     a model would draw from the process's generator, and change what other threads and the caller draw next.
@@ -21,7 +22,8 @@ class PrivateRandomness(Watch):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `func` gives, by this context's generator where it draws and no other is given.
@@ -31,7 +33,18 @@ class PrivateRandomness(Watch):
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         taking = func if "generator" in argument_names(func) else _with_generator(func)
-        return func(*args, **kwargs) if taking is None else taking(*args, **kwargs, generator=self.generator)
+        if taking is None:
+            return func(*args, **kwargs)
+        return taking(*args, **kwargs, generator=self._generator(kwargs.get("device"), args))
+
+    def _generator(self, device: Any, args: tuple[Any, ...]) -> torch.Generator:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        device = torch.device(device or (tensors[0].device if tensors else "cpu"))
+        if device.type == "meta":
+            device = torch.device("cpu")
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self.generators[device]
 
 
 def _with_generator(func: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.auto_classes import TRUST
-from hf_posswap.utils.threads import quiet_logger
+from hf_posswap.utils.threads import once, quiet_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +27,7 @@ NAME = "posswap"
 _OLDEST = "lm_eval>=0.4.12"
 
 
-@functools.cache
+@once
 def harness_model_class() -> Any:
     """Return the harness's class for swapped models, after which `lm_eval.simple_evaluate(model="posswap")` knows it.
 

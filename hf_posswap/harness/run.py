@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.harness.lengths import (
@@ -169,6 +173,7 @@ def _run(
         raise DataError("the tokenizer has no chat template: leave out apply_chat_template, or use a chat model.")
     with (
         nullcontext() if trusted else templates_without_code(),
+        _random_numbers_kept(subject),
         tokenizer_folder(subject.tokenizer, trust_remote_code=trusted) as folder,
     ):
         shared.clear()
@@ -180,6 +185,20 @@ def _run(
             output = _evaluate(subject, settings["tasks"], manager, settings, folder, limit=settings["limit"])
             output["table"] = table_of(rows_of(output, None, {}), {})
     return output | {"longest_input": reach, "settings": settings}
+
+
+@contextmanager
+def _random_numbers_kept(subject: Any) -> Iterator[None]:
+    """Give the random numbers of the process their state back: the harness seeds Python's, numpy's and torch's."""
+    device = torch.device(subject.device)
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng([]) if on_cpu else torch.random.fork_rng([device], device_type=device.type):
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
+            np.random.set_state(drawn_by_numpy)  # noqa: NPY002
 
 
 def _run_by_length(

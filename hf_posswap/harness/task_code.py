@@ -7,13 +7,14 @@ installed with the harness are trusted and not checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import OptionError, RemoteCodeError
 from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.threads import shared
 from hf_posswap.utils.untrusted import read_bounded
 from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, load_yaml
 from hf_posswap.utils.user_paths import expand_home
@@ -74,16 +75,22 @@ def templates_without_code() -> Iterator[None]:
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
-    free = utils.env
-    sandboxed = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
-    sandboxed.filters.update(free.filters)
-    utils.env = sandboxed
+    def begin() -> Callable[[], None]:
+        free = utils.env
+        sandboxed = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
+        sandboxed.filters.update(free.filters)
+        utils.env = sandboxed
+
+        def end() -> None:
+            utils.env = free
+
+        return end
+
     try:
-        yield
+        with shared("lm_eval.utils.env", begin):  # for other threads too, which at most refuse such a template
+            yield
     except SecurityError as error:
         raise RemoteCodeError("a task", f"has a template that reaches into Python ({error})") from error
-    finally:
-        utils.env = free
 
 
 def _is_installed(file: Path) -> bool:

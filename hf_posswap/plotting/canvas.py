@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting.styles import STYLES
 from hf_posswap.utils.atomic_io import replacing
+from hf_posswap.utils.threads import shared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +22,7 @@ INK = "#222222"
 FAINT = "#5c666f"
 """For captions: on white its contrast is 5.9, and 4.5 is required by WCAG AA."""
 COLOURS = tuple(style.colour for style in STYLES)
-_SALT = "hf_posswap"  # for reproducible ids in SVG files
+_HASH_SALT, _SALT = "svg.hashsalt", "hf_posswap"  # for reproducible ids in SVG files
 DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
 """The matplotlib line style of each of `hf_posswap.plotting.styles.STROKES`."""
 MARKERS = tuple(style.marker for style in STYLES)
@@ -137,12 +140,29 @@ def save(canvas: Figure, path: Path) -> None:
     Raises:
         CheckpointError: the file cannot be written.
     """
-    import matplotlib
-
     with replacing(path) as temporary:
         canvas.savefig(temporary, format="png", metadata={"Software": None})
-    with replacing(path.with_suffix(".svg")) as temporary, matplotlib.rc_context({"svg.hashsalt": _SALT}):
+    with replacing(path.with_suffix(".svg")) as temporary, _salted():
         canvas.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
+
+
+@contextmanager
+def _salted() -> Iterator[None]:
+    """Let ids in SVG files follow from what is drawn. `rc_context` would reset what other threads set meanwhile."""
+    import matplotlib
+
+    settings: Any = matplotlib.rcParams
+
+    def begin() -> Callable[[], None]:
+        before, settings[_HASH_SALT] = settings[_HASH_SALT], _SALT
+
+        def end() -> None:
+            settings[_HASH_SALT] = before
+
+        return end
+
+    with shared(_HASH_SALT, begin):
+        yield
 
 
 def length_label(tokens: int, window: int) -> str:

@@ -17,13 +17,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.utils.hub_answers import BadAnswerError, Flow, call_in_time, observed_stream, read_answer, retry_after
-from hf_posswap.utils.threads import quiet_logger
+from hf_posswap.utils.threads import once
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 _RETRIED = (429, 500, 502, 503, 504)
@@ -216,19 +216,19 @@ def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
     from huggingface_hub.utils import http_backoff
 
     session, outer = HubSession(timeout), getattr(_own, "session", None)
-    with quiet_logger(http_backoff.__module__, logging.CRITICAL):  # it logs each try; one error is enough
+    logging.getLogger(http_backoff.__module__).addFilter(_is_logged)  # it logs each try; one error is enough
+    with _lock:
+        _open.append(session)
+        client = _bound_client()
+    _own.session = session
+    try:
+        yield session
+    finally:
+        _own.session = outer
         with _lock:
-            _open.append(session)
-            client = _bound_client()
-        _own.session = session
-        try:
-            yield session
-        finally:
-            _own.session = outer
-            with _lock:
-                _open.remove(session)
-                if not _open:
-                    client.__dict__.pop("send", None)
+            _open.remove(session)
+            if not _open:
+                client.__dict__.pop("send", None)
 
 
 def hub_reading(function: Reader) -> Reader:
@@ -259,11 +259,21 @@ def _bound_client() -> Any:
         send = client.send
 
         def bounded(request: Any, **how: Any) -> Any:
-            session = getattr(_own, "session", None) or _session_around(threading.current_thread())
+            session = _session_here()
             return send(request, **how) if session is None else session.send(send, request, **how)
 
         client.send = bounded
     return client
+
+
+def _session_here() -> HubSession | None:
+    """Return the session that bounds the requests of this thread."""
+    return getattr(_own, "session", None) or _session_around(threading.current_thread())
+
+
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Return whether what the client logs in this thread is shown: within a session only what is critical."""
+    return record.levelno >= logging.CRITICAL or _session_here() is None
 
 
 def _session_around(thread: threading.Thread) -> HubSession | None:
@@ -277,7 +287,7 @@ def _unreachable(reason: str) -> Exception:
     return unreachable_error()(f"{reason}.")
 
 
-@cache
+@once
 def unreachable_error() -> type[Exception]:
     """Return the class of the error that a Hub which does not answer raises in a session."""
     from huggingface_hub.errors import OfflineModeIsEnabled

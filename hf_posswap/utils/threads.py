@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -14,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 MAKING, _changing = threading.RLock(), threading.Lock()
 """Held while something is made that there must be one of."""
 PROCESS = threading.RLock()
-"""Held while this package changes what the whole process reads: the default dtype, torch's random numbers, warnings."""
+"""Held while this package changes what the whole process reads: the default dtype, the environment, random numbers."""
 
 
 def once(function: Function) -> Function:
@@ -69,37 +72,132 @@ def shared(change: str, begin: Callable[[], Callable[[], None]]) -> Iterator[Non
                 undo()
 
 
-class _Quiet:
-    """What blocks have asked of one logger, and the level that it has without them."""
-
-    def __init__(self, level: int) -> None:
-        self.level, self.asked = level, [logging.NOTSET]
+_quiet: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("quiet", default=())
 
 
-_quiet: dict[str, _Quiet] = {}
+class _Quiet(logging.Filter):
+    """Drops the records that the thread which makes them does not want."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(
+            record.levelno < level and f"{record.name}.".startswith(f"{name}.") for name, level in _quiet.get()
+        )
+
+
+_QUIET = _Quiet()
 
 
 @contextmanager
 def quiet_logger(name: str, level: int) -> Iterator[None]:
-    """Let the logger `name` log from `level` on alone until the block ends, and those of other threads that do so too.
+    """Show nothing below `level` that this thread logs in the block under the logger `name` or one inside it.
 
-    Whoever ends last gives it the level back that it had before the first; a level that is set meanwhile stays.
+    Levels are not changed: other threads would miss what their own models and files are warned of.
+
+    Example:
+        >>> with quiet_logger("example", logging.ERROR):
+        ...     logging.getLogger("example.inner").warning("not shown")
     """
-    logger = logging.getLogger(name)
-    with _changing:
-        state = _quiet.setdefault(name, _Quiet(logger.level))
-        state.asked.append(level)
-        logger.setLevel(max(state.asked))
+    for handler in _handlers_under(name):
+        handler.addFilter(_QUIET)  # never removed: a thread that walks through the filters would miss the next one
+    before = _quiet.set((*_quiet.get(), (name, level)))
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
+
+def _handlers_under(name: str) -> Iterator[logging.Handler]:
+    """Give all handlers that a record of the logger `name`, or of one inside it, may reach."""
+    loggers = [logging.getLogger(name)]
+    for known, logger in logging.root.manager.loggerDict.copy().items():
+        if known.startswith(f"{name}.") and isinstance(logger, logging.Logger):
+            loggers.append(logger)
+    parent = loggers[0].parent
+    while parent is not None:
+        loggers.append(parent)
+        parent = parent.parent
+    for logger in loggers:
+        yield from logger.handlers.copy()
+    if logging.lastResort is not None:
+        yield logging.lastResort
+
+
+class _InThread:
+    """Matches the warnings of one thread whose text begins with another one."""
+
+    def __init__(self, message: str) -> None:
+        self.message, self.thread = message, threading.get_ident()
+
+    def match(self, text: str) -> bool:
+        return threading.get_ident() == self.thread and text.startswith(self.message)
+
+
+@contextmanager
+def ignored_warnings(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
+    """Ignore the warnings of this thread in the block whose text begins with `message`.
+
+    `warnings.catch_warnings` gives the whole process its filters back at the end, and its function that shows warnings:
+    two threads whose blocks overlap leave it those of the other's block, for ever. This adds one filter, which other
+    threads do not match, and takes that one away.
+
+    Example:
+        >>> import warnings
+        >>> with ignored_warnings("example"):
+        ...     warnings.warn("example of a warning")
+    """
+    entry: Any = ("ignore", _InThread(message), category, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, entry)
     try:
         yield
     finally:
         with _changing:
-            untouched = logger.level == max(state.asked)
-            state.asked.remove(level)
-            if len(state.asked) == 1:
-                del _quiet[name]
-            if untouched:
-                logger.setLevel(max(state.asked) if len(state.asked) > 1 else state.level)
+            for each in (filters, warnings.filters):  # another thread may have begun or ended a block of its own
+                if entry in each:
+                    cast("list[Any]", each).remove(entry)
+
+
+_without_stderr: ContextVar[bool] = ContextVar("without_stderr", default=False)
+
+
+class _Stderr:
+    """A stream that drops what threads in `without_stderr` write, and passes on all else."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if _without_stderr.get() else self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """Drop what this thread writes to `sys.stderr` in the block; other threads write there as before."""
+
+    def begin() -> Callable[[], None]:
+        found: Any = sys.stderr
+        stream: Any = None if found is None else _Stderr(found)
+        sys.stderr = stream
+
+        def end() -> None:
+            if sys.stderr is stream:  # it is another one where a thread has redirected it meanwhile
+                sys.stderr = found
+
+        return end
+
+    with shared("sys.stderr", begin):
+        before = _without_stderr.set(True)
+        try:
+            yield
+        finally:
+            _without_stderr.reset(before)
 
 
 @contextmanager

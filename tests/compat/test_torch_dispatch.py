@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -80,3 +82,27 @@ def test_resized_storages() -> None:
         storage.resize_(8)
     storage.resize_(4)
     assert sizes == [0, 8]
+
+
+def test_resized_storages_of_other_threads_are_not_told_of() -> None:
+    original, sizes, others = torch.UntypedStorage.resize_, [], []
+    first = torch_dispatch.resized_storages(lambda one: sizes.append(one.nbytes()))
+
+    def work() -> None:
+        second = torch_dispatch.resized_storages(lambda one: others.append(one.nbytes()))
+        with second:
+            torch.ones(4).untyped_storage().resize_(0)
+            first_ends.set()
+            assert first_ended.wait(60)
+            torch.ones(4).untyped_storage().resize_(32)
+
+    first_ends, first_ended = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        with first:
+            done = threads.submit(work)
+            assert first_ends.wait(60)
+            torch.ones(4).untyped_storage().resize_(8)
+        first_ended.set()
+        done.result()
+    assert (sizes, others) == ([8], [0, 32])
+    assert torch.UntypedStorage.resize_ is original

@@ -45,3 +45,12 @@ def test_call_keeps_a_generator_that_is_given() -> None:
     expected = torch.randn(3, generator=torch.Generator().manual_seed(5))
     with PrivateRandomness(1):
         assert torch.equal(torch.randn(3, generator=torch.Generator().manual_seed(5)), expected)
+
+
+@pytest.mark.gpu
+def test_call_draws_on_the_device_where_models_are_built() -> None:
+    before = torch.cuda.get_rng_state()
+    with PrivateRandomness(1), torch.device("cuda"):
+        weights = [nn.Linear(3, 3).weight, torch.randn(3), torch.empty(3).normal_()]
+    assert {each.device.type for each in weights} == {"cuda"}
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -18,7 +22,11 @@ from hf_posswap.training import byte_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is not tested")
 
+from jinja2.exceptions import SecurityError  # noqa: E402
+from lm_eval import utils  # noqa: E402
+
 from hf_posswap.harness import harness_model_class, run_tasks  # noqa: E402
+from hf_posswap.harness.task_code import templates_without_code  # noqa: E402
 
 WINDOW, LONGER = 48, 128
 TOKENIZER = byte_tokenizer()
@@ -104,6 +112,47 @@ def test_a_plain_model_scores_as_in_the_harness_itself(checkpoint: Path, tasks: 
     assert ours["longest_input"] == WINDOW
     for task, key in (("posswap_rolling", "byte_perplexity,none"), ("posswap_choice", "acc,none")):
         assert ours["results"][task][key] == theirs["results"][task][key]
+
+
+def test_the_callers_random_numbers_stay(checkpoint: Path, tasks: dict[str, Path]) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(1))
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    expected = [drawn(), drawn()]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    first = drawn()
+    run_tasks(checkpoint, [str(tasks["choice"])], limit=1)
+    assert [first, drawn()] == expected
+
+
+def test_templates_stay_without_code_until_the_last_thread_ends() -> None:
+    free = utils.env
+    first, second = templates_without_code(), templates_without_code()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with pytest.raises(SecurityError):
+        utils.env.from_string("{{ ''.__class__.__mro__ }}").render()
+    second.__exit__(None, None, None)
+    assert utils.env is free
+
+
+def test_the_model_is_registered_once_by_threads() -> None:
+    code = (
+        "import sys, threading\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from hf_posswap.harness import harness_model_class\n"
+        "import lm_eval.models.huggingface\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "barrier = threading.Barrier(8)\n"
+        "with ThreadPoolExecutor(8) as threads:\n"
+        "    print(len(set(threads.map(lambda _: (barrier.wait(), harness_model_class())[1], range(8)))))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (["1"], 0), done.stderr
 
 
 def test_inputs_grow_with_the_swap(tasks: dict[str, Path]) -> None:

@@ -8,12 +8,14 @@ precision runs on fake tensors of the CPU, as the dry run of a training has it. 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_posswap.compat.torch_fake import cannot_be_fake, fake_mode, is_fake
 from hf_posswap.patching.sites.attention import position_sources
@@ -167,6 +169,16 @@ def test_mixed_precision_on_a_gpu_has_the_dtypes_of_the_stock_class(
             return run(model, "cpu")
 
     compare(pair_of(family, scheme), attention, f"mixed {half}", run_mixed)
+
+
+def test_attention_as_on_a_gpu_is_of_its_thread_alone() -> None:
+    original = functional.scaled_dot_product_attention
+    query, key, value = torch.randn(3, 1, 2, 5, 8, dtype=torch.bfloat16)
+    expected = original(query, key, value, is_causal=True)
+    with as_on_gpu(), ThreadPoolExecutor(1) as threads:
+        found = threads.submit(lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+        assert torch.equal(found.result(), expected)
+    assert functional.scaled_dot_product_attention is original
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -28,7 +28,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.plotting import PICTURES, canvas, draw_positions
-from hf_posswap.plotting.positions import numbers
+from hf_posswap.plotting.positions import numbers, sheet
 from hf_posswap.plotting.positions.maps import PLACES, token_at
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
 from hf_posswap.schemes import SCHEMES, Learned, make_scheme
@@ -259,6 +259,23 @@ def test_a_dark_page_is_dark(tmp_path: Path) -> None:
     (drawn,) = draw_positions(["rope"], tmp_path, geometry=SHAPE, pictures=["scores"], dark=True)
     assert matplotlib.image.imread(drawn.path)[0, 0, :3].max() < 0.2
     assert "#16191d" in drawn.path.with_suffix(".svg").read_text()
+
+
+def test_settings_of_matplotlib_stay_whoever_ends_first(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    with matplotlib.rc_context({"text.color": "#ff00fe"}):  # the user's own pictures
+        (drawn,) = draw_positions(["rope"], tmp_path, geometry=SHAPE, pictures=["scores"], dark=True)
+        outer = sheet.sheet(tmp_path / "dark.png", "heading", "below", dark=True)
+        outer.__enter__()
+        inner = sheet.sheet(tmp_path / "light.png", "heading", "below")
+        inner.__enter__()
+        matplotlib.rcParams["lines.linewidth"] = 7.0  # in another thread
+        outer.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
+        assert matplotlib.rcParams["lines.linewidth"] == 7.0
+        assert matplotlib.rcParams["text.color"] == "#ff00fe"
+    assert dict(matplotlib.rcParams) == before
+    assert "#ff00fe" not in drawn.path.with_suffix(".svg").read_text()
 
 
 def test_every_scheme_for_texts_has_something_to_show() -> None:

@@ -5,12 +5,10 @@ Batch size and length are free. The graph is run and compared with the model bef
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +23,7 @@ from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, UnsupportedSwapError
 from hf_posswap.utils.atomic_io import check_room, replacing
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.threads import PROCESS, quiet_logger
+from hf_posswap.utils.threads import PROCESS, ignored_warnings, quiet_logger, without_stderr
 
 LARGEST = 3 * 2**29
 """Bytes of weights that go into an ONNX file, whose format ends at 2 GiB; larger ones go into a second file."""
@@ -146,9 +144,8 @@ def _tracing(named: str, position_config: PositionConfig) -> Iterator[None]:
         UnsupportedSwapError: there is no graph, or it would hold only for the traced length.
     """
     try:
-        with PROCESS, quiet_logger("torch", logging.ERROR), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            with redirect_stderr(io.StringIO()):  # torch prints graphs that failed
+        with quiet_logger("torch", logging.ERROR), ignored_warnings(), torch.no_grad():
+            with PROCESS, without_stderr():  # torch prints graphs that failed
                 yield
     except Exception as error:  # tracing runs any model's code, and torch's, on symbolic values
         description = named if position_config.scheme is None else f"{named} with {position_config.scheme}"

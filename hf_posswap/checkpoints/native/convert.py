@@ -17,11 +17,13 @@ from hf_posswap.checkpoints.native.sources import SOURCES
 from hf_posswap.checkpoints.native.targets import gpt_neox, jina_embeddings_v3, mpnet, roformer
 from hf_posswap.compat.peft_wrappers import is_adapted
 from hf_posswap.compat.transformers_auto import build_model
+from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import NotPatchedError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.threads import PROCESS
 
 _DECODERS, _ENCODERS = ("gpt2", "opt"), ("bert", "roberta")
 CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[Any, SwapPlan], Blueprint]]] = {
@@ -149,7 +151,8 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
         model._posswap.plan.record
     ):  # the weights were trained for this mechanism
         config.posswap_training = {**training.to_dict(), "swap": None}
-    native = build_model(blueprint.model_class, config, dtype=model.dtype, **_pooling(blueprint))
+    with PROCESS, without_initialising():  # transformers changes the default dtype of the process meanwhile
+        native = build_model(blueprint.model_class, config, dtype=model.dtype, **_pooling(blueprint))
     with torch.no_grad():
         native.load_state_dict(blueprint.weights, strict=True)
     if native.can_generate() and getattr(model, "generation_config", None) is not None:

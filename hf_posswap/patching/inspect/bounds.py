@@ -31,6 +31,7 @@ from hf_posswap.patching.record.building import build_class
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.patching.record.record import native_config, native_config_class
 from hf_posswap.patching.record.schema import LONGEST
+from hf_posswap.utils.threads import PROCESS
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes, refuse_outside
 
 MOST_MODULES = 2**18
@@ -179,4 +180,5 @@ def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any
         if auto_mapping(model_class) is None:
             build_class(native_class(model_class), plain)
         else:
-            model_class.from_config(plain, **options)
+            with PROCESS:  # transformers changes the default dtype of the process meanwhile
+                model_class.from_config(plain, **options)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import canvas
 from hf_posswap.plotting.styles import Style, stroke_of, style_of
 
@@ -159,11 +158,6 @@ def sheet(
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependencyError("matplotlib", "plot") from error
-    with matplotlib.rc_context({"text.color": (_DARK if dark else _LIGHT)["ink"]}):
-        page = Sheet(heading, below, rows, columns, height=height, dark=dark)
-        yield page
-        canvas.save(page.figure, path)
+    page = Sheet(heading, below, rows, columns, height=height, dark=dark)
+    yield page
+    canvas.save(page.figure, path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +31,18 @@ def as_on_gpu() -> Iterator[None]:
 @contextmanager
 def _gpu_attention() -> Iterator[None]:
     """Replace torch's attention by the GPU's kernels: the CPU's would materialize all scores under dropout."""
-    original = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _attention  # a dispatch mode is off while layers are recomputed
+    original, thread = functional.scaled_dot_product_attention, threading.get_ident()
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        here = threading.get_ident() == thread  # other threads run models that hold numbers
+        return _attention(*args, **kwargs) if here else original(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = attend  # a dispatch mode is off while layers are recomputed
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = original
+        if functional.scaled_dot_product_attention is attend:
+            functional.scaled_dot_product_attention = original
 
 
 def _attention(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
 from hf_posswap.utils.atomic_io import scratch_folder
-from hf_posswap.utils.threads import PROCESS
+from hf_posswap.utils.threads import PROCESS, ignored_warnings
 
 _BATCHES = 2
 """Most batches run per step: those between the first and the last cost as much as the first."""
@@ -142,8 +141,7 @@ def _run(recipe: Recipe, fake: FakeModel, launch: Launch, on_gpu: bool) -> Marks
         marks = Marks(trainer, fake.teacher)
         trainer.add_callback(marks)
         # accelerate reads pointers of fake weights: see create_scheduler
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        stack.enter_context(ignored_warnings("Accessing the data pointer of FakeTensor", UserWarning))
         if on_gpu:
             stack.enter_context(as_on_gpu())
         stack.enter_context(fake_step)

@@ -20,6 +20,7 @@ from hf_posswap.training.engine.parallel import Launch, is_launched_on_cpu, laun
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.progress import quiet_transformers
 from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.threads import PROCESS
 
 Say = Callable[[str], None]
 
@@ -153,7 +154,7 @@ def _predict(
     recipe: Recipe, card: Card | None, accelerate: Path | None, processes: int | None, say: Say | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[str, ...]]:
     predictions = []
-    with quiet_transformers(), launched(accelerate, processes):
+    with PROCESS, quiet_transformers(), launched(accelerate, processes):  # a launch is one of the whole process
         recipe, notes = as_launched(recipe)
         launch = launch_of(recipe)
         on_cpu = recipe.training.use_cpu or is_launched_on_cpu()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from accelerate.state import AcceleratorState
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
+import hf_posswap
 from hf_posswap import patch_model, run_recipe
 from hf_posswap.cli import app
 from hf_posswap.compat.accelerate_launch import no_launch
@@ -250,6 +253,23 @@ def test_batches_of_a_step_keep_whole_gradients_under_fsdp2(folders: dict[str, P
     alone, summed = (one(dry_run(recipe(folders["llama"], **more), **fsdp)) for more in ({}, several))
     whole = 2 * weights_of("llama")  # in bfloat16
     assert summed.held["gradients"] - alone.held.get("gradients", 0) > 0.5 * whole
+
+
+@of_processes
+def test_threads_dry_run_one_after_the_other(folders: dict[str, Path]) -> None:
+    """A launch is one of the whole process; models that other threads load meanwhile keep their dtype."""
+    stock = tiny("llama")
+    dry = recipe(folders["llama"], model={"name": str(folders["llama"]), "dtype": "bfloat16"})
+    fsdp2 = lambda: one(dry_run(dry, accelerate=launch_file("fsdp2"), processes=2)).to_dict()  # noqa: E731
+    expected, before = fsdp2(), dict(os.environ)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(fsdp2) for _ in range(3)]
+        while not all(each.done() for each in asked):
+            copied = hf_posswap.to_native(patch_model(copy.deepcopy(stock), "yarn", factor=2.0))
+            assert copied.dtype == torch.float32
+    assert [each.result() for each in asked] == [expected] * 3
+    assert dict(os.environ) == before
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_card_is_no_cpu(folders: dict[str, Path]) -> None:
