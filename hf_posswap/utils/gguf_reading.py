@@ -19,7 +19,7 @@ from hf_posswap.utils.card_data import CARD, header
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.gguf_auto import count_gguf_weights, read_gguf_config, read_gguf_model
 from hf_posswap.utils.gguf_header import read_gguf
-from hf_posswap.utils.gguf_rope import FACTOR_TENSORS, rope_parameters
+from hf_posswap.utils.gguf_rope import FACTOR_TENSORS, refuse_wrong_numbers, rope_parameters
 from hf_posswap.utils.gguf_tokenizer import write_tokenizer
 from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.threads import PROCESS, quiet_logger
@@ -53,6 +53,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth", "reference"),
 }
 """Keys that change nothing at these values, where a config has no field for them."""
+_OTHERS = ("general", "tokenizer", "split", "GGUF")
+"""Beginnings of keys that every file has, whatever its architecture."""
 _LARGEST = {("gemma2", 46), ("gemma3", 62)}
 """Architectures and layers of the models of 27 B, whose scores llama.cpp divides by another number."""
 ARCHITECTURES = (
@@ -136,6 +138,10 @@ def _card(path: Path, fields: dict[str, Any]) -> str:
 
 def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Any:
     """Return the config that transformers reads from the file, with every key of the architecture in it."""
+    keys = _keys(path, architecture, fields)
+    rope = {name: keys.pop(name) for name in list(keys) if name.startswith("rope.") and name not in _ONLY}
+    divisors = {name: tensors[name] for name in FACTOR_TENSORS if name in tensors}
+    refuse_wrong_numbers(path, architecture, rope, divisors)
     try:
         config = read_gguf_config(path)
     except Exception as error:  # ValueError for an unknown one; anything for keys that are missing or of another kind
@@ -143,13 +149,6 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
             f"transformers cannot read {path}, a GGUF file of architecture {architecture!r}: {said_by(error)} Take the "
             "checkpoint that the file was made from."
         ) from error
-    keys = {
-        name.removeprefix(f"{architecture}."): value
-        for name, value in fields.items()
-        if name.startswith(f"{architecture}.")
-    }
-    keys.setdefault("attention.head_count_kv", keys.get("attention.head_count"))
-    rope = {name: keys.pop(name) for name in list(keys) if name.startswith("rope.") and name not in _ONLY}
     window, pattern = keys.get("attention.sliding_window"), None
     if architecture == "gemma3":
         pattern = keys.pop("attention.sliding_window_pattern", 6)
@@ -169,7 +168,7 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
         config.query_pre_attn_scalar = (
             width if (architecture, config.num_hidden_layers) in _LARGEST else config.head_dim
         )
-    rope_parameters(path, config, rope, {name: tensors[name] for name in FACTOR_TENSORS if name in tensors})
+    rope_parameters(path, config, rope, divisors)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of the class, where the file names none
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= config.vocab_size:
             setattr(config, name, None)
@@ -178,6 +177,31 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
             delattr(config, name)
     config.name_or_path = ""
     return config
+
+
+def _keys(path: Path, architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the architecture without its name, after checking that none is misnamed or no number.
+
+    A default would stand for a key whose name is damaged.
+    """
+    names = (*_SAME, *_ONLY, "attention.sliding_window_pattern", "attention.value_length")
+    keys: dict[str, Any] = {}
+    for name, value in fields.items():
+        said = f"{shown(path)} has {printable(name, 200)} = {brief_repr(value, 80)}"
+        if name.startswith(f"{architecture}."):
+            keys[name.removeprefix(f"{architecture}.")] = value
+            if isinstance(value, float) and not (math.isfinite(value) and (value > 0 or not name.endswith("_epsilon"))):
+                raise CheckpointError(
+                    f"{said}: expected is a finite number, of an epsilon one above 0. Get the file again from its "
+                    "source."
+                )
+        elif name.partition(".")[0] not in _OTHERS and ("rope" in name.lower() or name.endswith(names)):
+            raise CheckpointError(
+                f"{said}, and keys of its architecture begin with {architecture!r} and a dot: it is damaged, or of "
+                "another program. Get it again from its source."
+            )
+    keys.setdefault("attention.head_count_kv", keys.get("attention.head_count"))
+    return keys
 
 
 def _set_windows(

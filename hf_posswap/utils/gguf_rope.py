@@ -9,12 +9,28 @@ from typing import Any
 import numpy as np
 
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.atomic_io import shown
+from hf_posswap.utils.printable import brief_repr
 
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors of divisors [D/2]: llama.cpp turns pair i by theta^(-2i/D) / divisor_i each token."""
 _DEFAULT_THETA = 1e4
 """llama.cpp's, where a file names none."""
 _CLOSE = 1e-5
+_KINDS: dict[str, type] = {
+    "rope.dimension_count": int,
+    "rope.freq_base": float,
+    "rope.freq_base_swa": float,
+    "rope.scale_linear": float,
+    "rope.scaling.attn_factor": float,
+    "rope.scaling.factor": float,
+    "rope.scaling.original_context_length": int,
+    "rope.scaling.yarn_attn_factor": float,
+    "rope.scaling.yarn_beta_fast": float,
+    "rope.scaling.yarn_beta_slow": float,
+    "rope.scaling.yarn_ext_factor": float,
+}
+"""Numbers of a rotation, and their kind as llama.cpp reads them."""
 
 
 def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -32,7 +48,7 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
     keys, current = dict(keys), getattr(config, "rope_parameters", None)
     if not current:
         if keys or tensors:
-            raise _refusal(path, config, sorted([*keys, *tensors]), "which has no rotation")
+            raise _refusal(path, config, [*_with_values(keys), *sorted(tensors)], "which has no rotation")
         return
     sets = [value for value in current.values() if isinstance(value, dict)]
     if sets:
@@ -43,7 +59,7 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
     width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     turned = int(keys.pop("rope.dimension_count", width))
     share = current.get("partial_rotary_factor")
-    if share is None and turned != width:
+    if turned != width if share is None else turned > width:
         raise _refusal(
             path, config, ["rope.dimension_count"], f"which rotates {width} dimensions of a head, not {turned}"
         )
@@ -51,12 +67,47 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
         rope["partial_rotary_factor"] = turned / width
     rope |= _scaling(path, config, keys, tensors, theta, turned)
     if keys:
-        raise _refusal(path, config, sorted(keys), "in which they have no place")
+        raise _refusal(path, config, _with_values(keys), "in which they have no place")
     config.rope_parameters = rope
     if hasattr(config, "original_max_position_embeddings"):  # of Phi-3, where it goes before that of rope_parameters
         config.original_max_position_embeddings = rope.get(
             "original_max_position_embeddings", config.max_position_embeddings
         )
+
+
+def refuse_wrong_numbers(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Refuse numbers that no rotation has: of another kind than the key's, not finite, zero or negative.
+
+    Zero too: llama.cpp takes some of them for unset, and divides by others.
+
+    Args:
+        path: the file, for errors.
+        architecture: as llama.cpp calls it.
+        keys: as of `rope_parameters`.
+        tensors: as of `rope_parameters`.
+
+    Raises:
+        CheckpointError: there is such a number; the message names its key and shows it.
+    """
+    for name, value in keys.items():
+        kind = _KINDS.get(name)
+        if kind is None:  # a text, or a key that is refused as a whole
+            continue
+        if type(value) is not kind or not math.isfinite(value) or value <= 0:
+            expected = "whole number" if kind is int else "finite floating-point number"
+            raise _damage(path, f"{architecture}.{name} = {brief_repr(value, 80)}", f"expected is a {expected} above 0")
+    for name, tensor in tensors.items():
+        wrong = [value for value in np.asarray(tensor.data).ravel().tolist() if not 0 < value < math.inf]
+        if wrong:
+            raise _damage(path, f"{name} with {wrong[0]}", "expected are divisors that are finite and above 0")
+
+
+def _damage(path: Path, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{shown(path)} has {found}: {expected}. Get the file again from its source.")
+
+
+def _with_values(keys: dict[str, Any]) -> list[str]:
+    return [f"{name} = {brief_repr(value, 80)}" for name, value in sorted(keys.items())]
 
 
 def _of_layer_types(
@@ -67,7 +118,11 @@ def _of_layer_types(
         "full_attention": keys.pop("rope.freq_base", None),
         "sliding_attention": keys.pop("rope.freq_base_swa", None),
     }
-    keys.pop("rope.dimension_count", None)
+    width = int(config.head_dim)
+    if (turned := int(keys.pop("rope.dimension_count", width))) != width:
+        raise _refusal(
+            path, config, ["rope.dimension_count"], f"which rotates {width} dimensions of a head, not {turned}"
+        )
     factor = float(keys.pop("rope.scaling.factor", None) or 1.0)
     scaling = keys.pop("rope.scaling.type", "linear" if factor != 1.0 else "none")
     original = int(keys.pop("rope.scaling.original_context_length", None) or config.max_position_embeddings)
@@ -79,7 +134,8 @@ def _of_layer_types(
         or scaling not in ("linear", "none", "yarn")
         or not bases["full_attention"]
     ):
-        names = sorted([*keys, *tensors]) or [f"rope.scaling.type {scaling}, rope.freq_base {bases['full_attention']}"]
+        names = [*_with_values(keys), *sorted(tensors)]
+        names = names or [f"rope.scaling.type {scaling}, rope.freq_base {bases['full_attention']}"]
         raise _refusal(path, config, names, "where each type of layers rotates in its own way")
     for name, base in bases.items():
         if base is not None and name in current:

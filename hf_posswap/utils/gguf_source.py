@@ -25,7 +25,7 @@ from hf_posswap.utils.printable import printable
 SUFFIX = ".gguf"
 NOTES = "gguf.json"
 """In a converted folder: what it was made from, and what could not be kept."""
-_FORMAT = 8
+_FORMAT = 9
 """Of converted folders: a higher number has all of them made again."""
 _SAMPLES, _SAMPLE = 64, 2**16
 """Pieces of a file that its key is made from, and the bytes of each."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shlex
@@ -170,7 +171,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a window": ({"llama.attention.sliding_window": 16}, {}, r"sliding_window = 16, which is in no field"),
     "a rope type": ({"llama.rope.scaling.type": "su"}, {}, r"rope.scaling.type su, .* its positions would be lost"),
     "a part of the head": ({"llama.rope.dimension_count": 8, "llama.attention.key_length": 16}, {}, r"not 8"),
-    "an unknown rope key": ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, {}, r"yarn_log_multiplier"),
+    "an unknown rope key": ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, {}, r"yarn_log_multiplier = 0.1"),
+    "a scale of frequencies": ({"llama.rope.freq_scale": 0.5}, {}, r"rope.freq_scale = 0.5, .*in which they have no"),
+    "a wider rotation": ({"llama.rope.dimension_count": 32}, {}, r"rotates 16 dimensions of a head, not 32"),
     "factors of another width": ({}, {"rope_freqs.weight": [1.0] * 4}, r"rope_freqs.weight, .* 8 pairs of a head"),
     "one list": ({}, {"rope_factors_long.weight": [1.0] * 8}, r"rope_factors_long.weight, .*in this combination"),
     "a bias": ({}, {"blk.0.attn_q.bias": [1.0] * 64}, r"some would be lost. Its biases are attn_q.bias"),
@@ -186,6 +189,72 @@ def test_what_transformers_would_lose_is_refused(case: str, tmp_path: Path, cach
     with pytest.raises(CheckpointError, match=message):
         hf_posswap.load(edited(path, tmp_path / "changed.gguf", changes, tensors))
     assert not list(cache.rglob("*.safetensors"))
+
+
+YARN_KEYS: dict[str, Any] = {
+    "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 64,
+}  # fmt: skip
+WRONG_NUMBERS = [
+    *((f"rope.{name}", value) for name in ("freq_base", "freq_base_swa", "scale_linear", "scaling.factor") for value in
+      (math.nan, -1e4, 0.0, math.inf, -math.inf, 10000, "10000", [1e4, 1e4], True)),
+    *((f"rope.scaling.{name}", value) for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+      "yarn_attn_factor", "yarn_ext_factor") for value in (math.nan, -1.0, 0.0, math.inf)),
+    *(("rope.scaling.original_context_length", value) for value in (0, math.nan, 64.0, math.inf, True)),
+    *(("rope.dimension_count", value) for value in (0, 16.0, math.nan, True)),
+    *(("attention.layer_norm_rms_epsilon", value) for value in (math.nan, -1e-5, 0.0, math.inf)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_NUMBERS)
+def test_a_number_that_no_rotation_has_is_refused_by_its_key_and_value(name: str, value: Any, tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    changes = {key: each for key, each in YARN_KEYS.items() if "scale_linear" not in name} | {f"llama.{name}": value}
+    with pytest.raises(CheckpointError, match=re.escape(f"llama.{name} = {value!r}: expected is a ")) as refused:
+        hf_posswap.load(edited(path, tmp_path / "changed.gguf", changes))
+    assert str(refused.value).endswith("Get the file again from its source.")
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, math.inf])
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"])
+def test_a_divisor_that_no_rotation_has_is_refused(name: str, value: float, tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    tensors = {name: [1.0] * 7 + [value]}
+    with pytest.raises(CheckpointError, match=re.escape(f"{name} with {value!r}: expected are divisors")):
+        hf_posswap.load(edited(path, tmp_path / "changed.gguf", {}, tensors))
+
+
+MISNAMED = {
+    "llama.rope.freq_base": (
+        "lama.rope.freq_base", "Llama.rope.freq_base", "llamb.rope.freq_base", "llama/rope.freq_base",
+        "llamarope.freq_base", "rope.freq_base", "llama..rope.freq_base", "llama.rope.freq_bass",
+        "llama.rope/freq_base", "llama.rppe.freq_base", "qwen2.rope.freq_base",
+    ),
+    "llama.rope.scaling.factor": ("lama.rope.scaling.factor", "llama.rope.scalinf.factor"),
+    "llama.attention.layer_norm_rms_epsilon": (
+        "lama.attention.layer_norm_rms_epsilon", "llama.attention.layer_norm_rms_epsilom",
+    ),
+    "llama.context_length": ("llbma.context_length",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, several in MISNAMED.items() for wrong in several])
+def test_a_key_whose_name_is_damaged_is_refused_by_it(name: str, wrong: str, tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    kept = YARN_KEYS | {"llama.rope.freq_base": 5e5, "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    kept["llama.context_length"] = 256
+    changed = {wrong: kept[name]} | {key: None if key == name else value for key, value in kept.items()}
+    with pytest.raises(CheckpointError, match=re.escape(wrong)):
+        hf_posswap.load(edited(path, tmp_path / "changed.gguf", changed))
+
+
+def test_keys_that_other_programs_add_are_left_alone(tmp_path: Path) -> None:
+    path, model = written(tmp_path)
+    keys = {
+        "quantize.imatrix.file": "a.dat", "quantize.imatrix.chunks_count": 7, "mradermacher.quantized_by": "somebody",
+        "general.europe": "yes", "tokenizer.ggml.europe": 1,
+    }  # fmt: skip
+    assert gap(model, hf_posswap.load(edited(path, tmp_path / "more.gguf", keys))) == 0.0
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5e4}
