@@ -107,7 +107,25 @@ class TwinChecks:
     @functools.cached_property
     def full(self) -> Tensor:
         """The output of one forward of `inputs`."""
-        return self._run(self.inputs)[0]
+        return self._full.detach()
+
+    @functools.cached_property
+    def _full(self) -> Tensor:
+        """`full` with its graph for `gradients`; without one where the model only runs without gradients."""
+        try:
+            return self._run(self.inputs, gradients=True)[0]
+        except Exception:  # `gradients` raises it
+            return self._run(self.inputs)[0]
+
+    @functools.cached_property
+    def left_padded(self) -> Tensor:
+        """The output of one forward of the text and of its end behind padding."""
+        return self._run(self._padded("left"))[0]
+
+    @functools.cached_property
+    def at_skipping(self) -> Tensor:
+        """The output of one forward of the text at positions with a gap."""
+        return self._run(self.inputs | {"position_ids": self._ids_at(self.skipping)})[0]
 
     def finite(self) -> str | None:
         return None if torch.isfinite(self.full).all() else "outputs are not finite"
@@ -129,8 +147,7 @@ class TwinChecks:
         expected = self._run(self.inputs | {"input_ids": alone})[0]
         sides = ("left",) if self.expected.causal and not self.two_stacks else ("left", "right")
         for side in sides:
-            batch = self._padded(side)
-            outputs = self._run(batch)[0][1:]
+            outputs = (self.left_padded if side == "left" else self._run(self._padded(side))[0])[1:]
             if not self.two_stacks:
                 outputs = outputs[:, PADDING:] if side == "left" else outputs[:, :-PADDING]
             problem = compare(outputs, expected, f"a row padded on the {side} and that row alone")
@@ -157,10 +174,9 @@ class TwinChecks:
 
     def padded_steps(self) -> str | None:
         batch = self._padded("left")
-        full = self._run(batch)[0]
         outputs = self._steps(batch, "input_ids", (TOKENS // 2 + 1, TOKENS // 2 + 2, TOKENS))
         wanted = batch["attention_mask"].bool()
-        return compare(outputs[wanted], full[wanted], "cached steps of a padded batch and its full forward")
+        return compare(outputs[wanted], self.left_padded[wanted], "cached steps of a padded batch and its full forward")
 
     def generated(self) -> str | None:
         from transformers import GenerationConfig
@@ -190,8 +206,9 @@ class TwinChecks:
         return compare(steps, full[:, -GENERATED:], "generate with a cache and one full forward of its text")
 
     def gradients(self) -> str | None:
-        out = self._run(self.inputs, gradients=True)[0]
+        out = self._full if self._full.requires_grad else self._run(self.inputs, gradients=True)[0]
         (out * self._noise(*out.shape)).sum().backward()
+        self._full = out.detach()  # its graph is used up
         weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         grads = {name: weight.grad for name, weight in weights.items()}
         for weight in weights.values():
@@ -219,15 +236,13 @@ class TwinChecks:
         return compare(outputs, self.full, f"position ids that are all {_SHIFT} larger and those that are not")
 
     def skipped(self) -> str | None:
-        outputs = self._run(self.inputs | {"position_ids": self._ids_at(self.skipping)})[0]
-        unmoved = compare(outputs, self.full, "") is None
+        unmoved = compare(self.at_skipping, self.full, "") is None
         return f"position ids that skip {_SKIP} positions change nothing" if unmoved else None
 
     def cached_at_ids(self) -> str | None:
         given = self.inputs | {"position_ids": self._ids_at(self.skipping)}
-        full = self._run(given)[0]
         outputs = self._steps(given, "input_ids", (TOKENS // 2, TOKENS))
-        return compare(outputs, full, "cached steps and a full forward at the same position ids")
+        return compare(outputs, self.at_skipping, "cached steps and a full forward at the same position ids")
 
     @property
     def padding_id(self) -> int:

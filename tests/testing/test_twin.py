@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -142,6 +143,35 @@ def test_attention_to_padding_is_told_from_what_else_sees_it() -> None:
     problem = TwinChecks(model, Expectations(causal=False)).padding_unattended()
     assert problem is not None
     assert problem.startswith("tokens attend to padding on the right in layer 1")
+
+
+def test_a_twin_runs_in_one_thread_and_other_threads_keep_theirs() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        with isolated():
+            assert torch.get_num_threads() == 1
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))  # starts while a twin runs
+            other.start()
+            other.join()
+        assert seen == [3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradients_can_be_asked_for_twice_and_of_what_a_forward_needs_none_for() -> None:
+    with isolated():
+        model = build_twin(lambda: tiny_model("gpt2", meta=False))
+        checks = TwinChecks(model, Expectations(True, ["transformer.h.0.attn"]))
+        assert checks.gradients() is None
+        assert checks.gradients() is None
+        native = model.forward
+        model.forward = lambda **given: native(**given) if not torch.is_grad_enabled() else 1 / 0
+        checks = TwinChecks(model, Expectations(True, ["transformer.h.0.attn"]))
+        assert checks.finite() is None
+        with pytest.raises(ZeroDivisionError):
+            checks.gradients()
 
 
 def test_only_zeros_are_filled() -> None:

@@ -19,6 +19,7 @@ from hf_posswap.patching.record.building import build_class
 from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.common.trial import already_tried
 from hf_posswap.testing.twin import build_twin, every_nth, fill_zeros
 from hf_posswap.testing.twin_checks import Expectations, TwinChecks, compare
 
@@ -78,6 +79,7 @@ class Proof:
     def failures(self, seed: int) -> tuple[dict[str, str], dict[str, str]]:
         """Return the checks that the swapped twin fails and the stock one passes, and those that both fail."""
         twin = self.twin(seed)
+        spare = self._spare(twin)
         plan = self.plan_of(twin)
         self.apply(twin, plan)
         expected = _expectations(twin, plan)
@@ -85,7 +87,7 @@ class Proof:
         swapped_checks = TwinChecks(twin, expected)
         failed = _failed(swapped_checks, None)
         if not failed:
-            return self.remaining(seed, twin)
+            return self.remaining(seed, swapped_checks, spare)
         stock_checks = TwinChecks(self.twin(seed), expected)
         stock = _failed(stock_checks, failed)
         if "a forward" in stock:
@@ -97,11 +99,11 @@ class Proof:
             if _problem(stock_checks.padding_unattended) is None:  # something other than attention sees the padding
                 failed["attention to padding"] = problem
         if not failed:
-            failed, more = self.remaining(seed, twin)
+            failed, more = self.remaining(seed, swapped_checks, spare)
             undecided |= more
         return failed, undecided
 
-    def remaining(self, seed: int, swapped: Any) -> tuple[dict[str, str], dict[str, str]]:
+    def remaining(self, seed: int, swapped: TwinChecks, spare: Any) -> tuple[dict[str, str], dict[str, str]]:
         """Return problems that show native positions still in force under the swap, and undecided checks.
 
         A natively swapped twin must equal a new model of its config. For other swaps, the same sites get no positions
@@ -109,18 +111,21 @@ class Proof:
 
         Args:
             seed: of the twins.
-            swapped: the twin that passed all checks.
+            swapped: the checks of the twin, which it passed.
+            spare: a stock twin, for the same sites without positions; None: one is built.
         """
         if self.plan.route == "native":
-            stock_config = copy.deepcopy(swapped.config)
+            stock_config = copy.deepcopy(swapped.model.config)
             vars(stock_config).pop("posswap", None)  # so that stock transformers builds the model
             fresh = build_twin(lambda: build_class(self.cls, stock_config), seed)
-            fresh.load_state_dict(swapped.state_dict())
-            of_fresh, of_swapped = (TwinChecks(twin, Expectations(causal=False)).full for twin in (fresh, swapped))
-            problem = compare(of_swapped, of_fresh, "the swapped model and a stock one of its config")
+            fresh.load_state_dict(swapped.model.state_dict())
+            of_fresh = TwinChecks(fresh, swapped.expected).full
+            problem = compare(swapped.full, of_fresh, "the swapped model and a stock one of its config")
             return ({} if problem is None else {"a model of the new config": problem}), {}
+        if not self._is_one_text_stack:
+            return {}, {}
         try:
-            bare = self.twin(seed, _of_replaced_layers(self.config, self.plan))
+            bare = self.twin(seed, _of_replaced_layers(self.config, self.plan)) if spare is None else spare
         except Exception as error:  # layers that differ in more than their type
             return {}, {REMAINING: f"no twin can be built whose layers are all swapped ({error_text(error)})"}
         try:
@@ -129,13 +134,24 @@ class Proof:
             return {}, {}
         self.apply(bare, plan)
         expected = _expectations(bare, plan)
-        if not expected.takes_ids or plan.sites.main.inputs != "text" or len(plan.sites.stacks) > 1:
+        if not expected.takes_ids:
             return {}, {}
         moved = TwinChecks(bare, expected).skipped() is None
         return ({REMAINING: "position ids matter where the swap leaves no positions"} if moved else {}), {}
 
     def twin(self, seed: int, config: Any = None) -> Any:
         return build_twin(lambda: build_class(self.cls, copy.deepcopy(self.config if config is None else config)), seed)
+
+    def _spare(self, twin: Any) -> Any:
+        """Return a copy of the stock `twin`, which is cheaper than another; None: `remaining` needs none, or others."""
+        if self.plan.route == "native" or not self._is_one_text_stack:
+            return None
+        if _of_replaced_layers(self.config, self.plan) is not self.config:
+            return None
+        try:
+            return copy.deepcopy(twin)
+        except Exception:  # classes that cannot be copied can be built
+            return None
 
     def plan_of(self, twin: Any) -> SwapPlan:
         """Return the plan of the same swap for `twin`."""
@@ -148,13 +164,18 @@ class Proof:
         if any(stack.table is not None or stack.buffers for stack in sites.stacks) or self._has_table:
             longest = min(longest, max(_LONGEST, sites.geometry.original_length + 64))
         arguments = self.plan.record.arguments | {"max_length": longest}
-        plan = plan_swap(twin, schemes.get("", schemes), **arguments)
+        with already_tried():
+            plan = plan_swap(twin, schemes.get("", schemes), **arguments)
         for aspect, of in (("route", lambda plan: plan.route), ("edits", _edit_types)):
             if of(plan) != of(self.plan):
                 raise UnsupportedSwapError(
                     f"the tiny model would be swapped by other {aspect}: {of(plan)}, not {of(self.plan)}"
                 )
         return plan
+
+    @property
+    def _is_one_text_stack(self) -> bool:
+        return len(self.plan.sites.stacks) == 1 and self.plan.sites.main.inputs == "text"
 
     @property
     def _has_table(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,18 @@ from hf_posswap.schemes.mechanism import Mechanism
 _QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
 """Positions of two rows; one query sees a key that comes later, as a mask may show it."""
 
+_tried: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_tried", default=False)
+
+
+@contextmanager
+def already_tried() -> Iterator[None]:
+    """Skip trials in the block: its schemes were tried before, for a model of other sizes."""
+    token = _tried.set(True)
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
 
 def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
     """Call each method of a resolved scheme as attention would, on two short rows, and check what it returns.
@@ -30,6 +44,8 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
         SchemeError: a method raises, or returns a tensor of another shape or dtype than attention needs, nan, or
             numbers that the mechanism's flags contradict; or its parameters get no gradient.
     """
+    if _tried.get():
+        return
     with (
         without_fake_mode(),
         torch.device("cpu"),

@@ -183,6 +183,39 @@ def test_a_proved_swap_is_the_same_as_on_tested_versions(
 
 
 @pytest.mark.parametrize(
+    ("name", "scheme", "built", "most"),
+    [
+        ("GPT2LMHeadModel", "rope", 1, 20),
+        ("LlamaForCausalLM", "alibi", 1, 20),
+        ("LlamaForCausalLM", "nope", 2, 19),
+        ("BertForMaskedLM", "rope", 1, 7),
+        ("BartForConditionalGeneration", "rope", 1, 13),
+    ],
+)
+@pytest.mark.usefixtures("untested")
+def test_a_proof_costs_no_more_twins_and_forwards_than_its_checks_need(
+    name: str, scheme: str, built: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twins, forwards = model_of(name), [], []
+    build, native = version_proof.build_twin, torch.nn.Module.__call__
+
+    def counted(make: Any, seed: int) -> Any:
+        twins.append(build(make, seed))
+        return twins[-1]
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, getattr(transformers, name)):
+            forwards.append(module)
+        return native(module, *args, **kwargs)
+
+    monkeypatch.setattr(version_proof, "build_twin", counted)
+    monkeypatch.setattr(torch.nn.Module, "__call__", call)
+    patch_model(model, scheme)
+    assert len(twins) == built
+    assert 0 < len(forwards) <= most
+
+
+@pytest.mark.parametrize(
     ("broken", "name", "scheme", "expected"),
     [
         ("hidden_cache", "GPT2LMHeadModel", "rope", "generate: "),
