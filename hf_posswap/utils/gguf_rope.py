@@ -17,7 +17,7 @@ FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factor
 _DEFAULT_THETA = 1e4
 """llama.cpp's, where a file names none."""
 _CLOSE = 1e-5
-_KINDS: dict[str, type] = {
+_KINDS: dict[str, type[int] | type[float]] = {
     "rope.dimension_count": int,
     "rope.freq_base": float,
     "rope.freq_base_swa": float,
@@ -93,7 +93,7 @@ def refuse_wrong_numbers(path: Path, architecture: str, keys: dict[str, Any], te
         kind = _KINDS.get(name)
         if kind is None:  # a text, or a key that is refused as a whole
             continue
-        if type(value) is not kind or not math.isfinite(value) or value <= 0:
+        if not (type(value) is kind and 0 < value < math.inf):
             expected = "whole number" if kind is int else "finite floating-point number"
             raise _damage(path, f"{architecture}.{name} = {brief_repr(value, 80)}", f"expected is a {expected} above 0")
     for name, tensor in tensors.items():
