@@ -82,10 +82,10 @@ _LEFT_OUT = {
     "tokens_truncated": "tokens of chats beyond a window",
 }
 _NOTES = {
-    "diverging_prompts": "prompts whose tokens are not the first ones of prompt and completion: there the completion "
-    "begins where they diverge. End prompts at a token's end, such as before a space",
-    "unstopped": "chats where the token after the assistant's text is not counted, so that the model may not learn to "
-    "stop: put it into the {% generation %} block of the chat template",
+    "diverging_prompts": "for {count} of its prompts, the prompt's tokens are not the first ones of prompt and "
+    "completion: there the completion begins where they diverge. End prompts at a token's end, such as before a space",
+    "unstopped": "in {count} of its chats, the token after the assistant's text is not counted, so that the model may "
+    "not learn to stop: put it into the {{% generation %}} block of the chat template",
 }
 
 
@@ -93,11 +93,13 @@ def data_notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines on each source of a summary of data: what is left out, and what is wrong with its chats.
 
     Example:
-        >>> list(data_notes({"sources": [{"source": "a.jsonl", "without_loss": 2, "tokens_truncated": 0}]}))
-        ['a.jsonl: left out 2 rows without a token that the loss counts']
+        >>> list(data_notes({"sources": [{"source": "a.jsonl", "without_loss": 1, "tokens_truncated": 0}]}))
+        ['a.jsonl: left out: rows without a token that the loss counts (1)']
     """
     for row in summary["sources"]:
-        left_out = [f"{row[name]:,} {text}" for name, text in _LEFT_OUT.items() if row.get(name)]
+        left_out = [f"{text} ({row[name]:,})" for name, text in _LEFT_OUT.items() if row.get(name)]
         if left_out:
-            yield f"{row['source']}: left out {', '.join(left_out)}"
-        yield from (f"warning: {row['source']}: {row[name]:,} {text}" for name, text in _NOTES.items() if row.get(name))
+            yield f"{row['source']}: left out: {', '.join(left_out)}"
+        for name, text in _NOTES.items():
+            if row.get(name):
+                yield f"warning: {row['source']}: {text.format(count=row[name])}"

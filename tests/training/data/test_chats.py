@@ -207,9 +207,9 @@ def test_rows_and_windows_without_an_answer_are_left_out_and_counted(tmp_path: P
     assert summary["tokens_truncated"] == beyond > 0
     assert summary["windows"] == len(store) - len(unanswered)
     (note,) = data_notes(data.summary)
-    assert note.startswith(
-        f"{tmp_path}/rows.jsonl: left out 3 rows without a token that the loss counts, {len(unanswered)} w"
-    )
+    left_out = "rows.jsonl: left out: rows without a token that the loss counts (3), windows without a"
+    assert left_out in note
+    assert f"that the loss counts ({len(unanswered)}), tokens of chats beyond a window ({beyond:,})" in note
     assert summary["tokens_counted"] == int(store.counted.sum())  # type: ignore[union-attr]
     with pytest.raises(
         DataError, match=r"no window of 32 tokens has a token that the loss counts, .* larger data\.len"
@@ -312,8 +312,9 @@ def test_diverging_prompts_and_uncounted_ends_of_turns_are_reported(tmp_path: Pa
     template = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     diverging = built(tmp_path / "diverging", PAIRS, template)
     (of_ends,), (of_prompts,) = data_notes(unstopped.summary), data_notes(diverging.summary)
-    assert "12 chats where the token after the assistant's text is not counted, so that the model may not le" in of_ends
-    assert "12 prompts whose tokens are not the first ones of prompt and completion: there the complet" in of_prompts
+    assert "{% generation %} block of the chat template" in of_ends
+    assert "in 12 of its chats, the token after the assistant's text is not counted, so that the model may" in of_ends
+    assert "for 12 of its prompts, the prompt's tokens are not the first ones of prompt and completion" in of_prompts
     assert [*data_notes(built(tmp_path, CHATS, MARKED, assistant_only_loss=True).summary)] == []
 
 
