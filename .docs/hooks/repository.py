@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,30 @@ PICTURE_OF = {f"{_RESULTS}/{path.name}": f"results/{path.name}" for path in sort
 def source_of(page: str) -> str:
     """Return the file of the repository that the site's `page` is made of."""
     return next(source for source, site_page in PAGE_OF.items() if site_page == page)
+
+
+def address() -> str | None:
+    """Return the address of the repository, from pyproject.toml; None while it has none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository: str | None = project.get("urls", {}).get("Repository")
+    return repository
+
+
+def led_out(markdown: str, source: str, repository: str | None) -> str:
+    """Return the text of the file `source` for a reader who has that file alone, such as a notebook in Colab.
+
+    A link to a file of the repository leads to its address, `repository`; without one it keeps its words and loses its
+    target.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        mark, label, link = match.groups()
+        if "://" in link or link.startswith(("#", "mailto:")):
+            return match[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+        return label if repository is None else f"{mark}[{label}]({repository}/blob/main/{file})"
+
+    return "".join(part if part.startswith("```") else _LINK.sub(replaced, part) for part in _FENCE.split(markdown))
 
 
 def led_on(markdown: str, source: str, place: str) -> str:

@@ -16,6 +16,7 @@
 # control with as many tokens; this one takes less than a minute on one CPU core.
 
 # %%
+# In Colab, run this first: %pip install "hf-posswap[all]"
 import tempfile
 from pathlib import Path
 

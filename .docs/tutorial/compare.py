@@ -15,6 +15,7 @@
 # verdicts, the sliding-window baseline, and `results.json`. It takes less than a minute on one CPU core.
 
 # %%
+# In Colab, run this first: %pip install "hf-posswap[all]"
 import json
 import tempfile
 from pathlib import Path
@@ -57,11 +58,11 @@ settings = EvalSettings(
     metrics=("ppl_prefix", "ctx_gain", "short_reg"),
     documents=16,
 )
-found = hf_posswap.compare(
+evaluation = hf_posswap.compare(
     candidates, tokenizer=tokenizer, settings=settings, out=folder / "results"
 )
-print(found)
-assert list(found.results["models"]) == ["base", "rope", "fitted alibi"]
+print(evaluation)
+assert list(evaluation.results["models"]) == ["base", "rope", "fitted alibi"]
 
 # %% [markdown]
 # ## Read the table
@@ -114,7 +115,7 @@ assert results["data"]["documents"] >= 8  # fewer have intervals, but no verdict
 # ## The report
 #
 # `report.html` is one page that needs no network: curves with values on hover, loss by position, sortable tables. Open
-# it in a browser; the pictures are files beside it.
+# it in a browser; the pictures are files in the same folder.
 
 # %%
 print(*sorted(path.name for path in (folder / "results").glob("*.*")), sep="\n")

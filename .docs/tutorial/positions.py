@@ -15,7 +15,7 @@
 # itself it has no idea which came first. Everything that a transformer knows of order has to be put into it, and the
 # ways to do that have names that you will have met: sinusoidal, learned, relative, rotary.
 #
-# We go through them in the order in which they were found, because each one mends a defect of the one before. Nothing
+# We go through them in the order in which they were found, because each one fixes a defect of the one before. Nothing
 # is taken on trust: every claim is computed, and every `assert` below would stop this page from being built if its
 # claim were false. At the end we open a real GPT-2 and change its positions.
 #
@@ -23,6 +23,7 @@
 # and without a network.
 
 # %%
+# In Colab, run this first: %pip install "hf-posswap[all]"
 import math
 import tempfile
 from pathlib import Path
@@ -144,11 +145,8 @@ Image(pictures / "counting.png")
 speeds = 10000 ** (-torch.arange(0, E, 2).double() / E)  # radians a place, [E/2]
 wavelengths = 2 * math.pi / speeds
 ratios = wavelengths[1:] / wavelengths[:-1]
-print(
-    f"waves of {wavelengths[0]:.2f} to {wavelengths[-1]:,.0f} places, a factor of",
-    end=" ",
-)
-print(f"{ratios[0]:.3f} from pair to pair")
+print(f"waves of {wavelengths[0]:.2f} to {wavelengths[-1]:,.0f} places")
+print(f"from pair to pair: a factor of {ratios[0]:.3f}")
 assert torch.allclose(ratios, ratios[0])
 assert torch.allclose(table[:, 0::2], torch.sin(torch.arange(512)[:, None] * speeds))
 
@@ -306,7 +304,7 @@ Image(drawn[0].path)
 #
 # ## Rotary: turn the words themselves
 #
-# Go back to the clock. Adding place p put a clock *beside* the word. RoPE takes the word's own dimensions, two by two,
+# Go back to the clock. Adding place p put a clock *next to* the word. RoPE takes the word's own dimensions, two by two,
 # as hands, and turns them: pair i of a query at place m by the angle m theta_i, and of a key at n by n theta_i.
 
 # %%
@@ -325,8 +323,8 @@ def turn(x, place):
 
 q, key = torch.randn(2, D, dtype=torch.float64)
 everywhere = turn(q, torch.arange(1000)).norm(dim=1)
-print(f"the length of q is {q.norm():.4f}; at 1,000 places it is between", end=" ")
-print(f"{everywhere.min():.4f} and {everywhere.max():.4f}")
+print(f"the length of q: {q.norm():.4f}")
+print(f"at 1,000 places: {everywhere.min():.4f} to {everywhere.max():.4f}")
 assert torch.allclose(everywhere, q.norm())  # the first gift
 
 # %% [markdown]
@@ -423,9 +421,8 @@ for number, (long, kept) in enumerate(layers):
     print(f"layer {number}: 20 words more have moved its 40 keys by {moved:.0e}")
     assert moved < 1e-5  # rounding
 
-from_cache = {
-    cache_argument(swapped): short
-}  # named `cache`, before transformers 5.24 `past_key_values`
+# the argument is named `cache`; before transformers 5.24, `past_key_values`
+from_cache = {cache_argument(swapped): short}
 goes_on = swapped(text[:, 40:], **from_cache).logits
 assert torch.allclose(goes_on, whole.logits[:, 40:], atol=1e-4)
 
@@ -508,11 +505,8 @@ assert torch.equal(as_it_runs(120), as_it_runs()[:120])  # causal: the past stay
 unturned = (phi_q @ phi_k.T).tril() / below
 assert not torch.allclose(weights(), unturned, atol=1e-2)  # places do matter
 assert bool((below > 0).all())
-print(
-    f"the weights of a word add up to {weights().sum(dim=1).min():.2f} or more,",
-    end=" ",
-)
-print(f"unturned to {unturned.sum(dim=1).min():.2f}")
+print(f"the weights of a word add up to {weights().sum(dim=1).min():.2f} or more")
+print(f"unturned, they add up to {unturned.sum(dim=1).min():.2f}")
 
 # %% [markdown]
 # ## A real model
@@ -556,7 +550,7 @@ assert after > before + 0.3
 
 # %% [markdown]
 # It reads 1,000 words now, and badly. No wonder: its weights were trained to find places in the *sum*, and the sum has
-# none any more. What it pays attention to shows it. Beside RoPE stands ALiBi, which is gentler: it changes nothing but
+# none any more. What it pays attention to shows it. ALiBi, drawn next to RoPE, is gentler: it changes nothing but
 # how far a head looks.
 
 # %%
@@ -603,11 +597,8 @@ for number in range(40):
 model.eval()
 torch.set_grad_enabled(False)
 trained, far = loss_of(model, 128), loss_of(model, 512)
-print(
-    f"loss at 128 tokens: {before:.2f} with its table, {after:.2f} just swapped,",
-    end=" ",
-)
-print(f"{trained:.2f} now; at 512: {far:.2f}")
+print(f"at 128 tokens: {before:.2f} with its table, {after:.2f} just swapped")
+print(f"now {trained:.2f}; at 512 tokens {far:.2f} nats/token")
 assert trained < (before + after) / 2  # more than half of the way back
 assert far < after  # and farther than its table ever reached
 

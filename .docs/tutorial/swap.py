@@ -16,6 +16,7 @@
 # few seconds; each `assert` is checked whenever this page is built.
 
 # %%
+# In Colab, run this first: %pip install "hf-posswap[all]"
 import tempfile
 from pathlib import Path
 

@@ -14,6 +14,7 @@ from hf_posswap.advice.literature import MOST_TIMES, Literature, further_literat
 from hf_posswap.advice.serving import serving_of
 from hf_posswap.advice.weighing import Option, best_of_others, extrapolated_times, weigh
 from hf_posswap.utils import html_tables
+from hf_posswap.utils.naming import with_older_name
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
@@ -119,12 +120,14 @@ class Advice(ResultView):
 
 def advise(
     model: PreTrainedModel | PreTrainedConfig | type | str | Path,
-    length: int,
+    max_length: int | None = None,
     *,
     budget: float | None = None,
+    target: str | None = None,
+    length: int | None = None,
     serve: str | None = None,
 ) -> Advice:
-    """Recommend what to use so that `model` reads `length` tokens, based on measurements and published results.
+    """Recommend what to use so that `model` reads `max_length` tokens, based on measurements and published results.
 
     A swap is recommended if it was measured to predict better than the unswapped model with a sliding window, with as
     much training relative to its size as `budget` allows, and if the serving program supports it. Otherwise the sliding
@@ -134,9 +137,11 @@ def advise(
 
     Args:
         model: a model, its config, a class of transformers (or its name), a folder with a config.json, or a Hub id.
-        length: tokens of the texts.
+        max_length: tokens that the model should read.
         budget: training budget in tokens; None: no training.
-        serve: a program that `posswap export` supports, such as "vllm" or "llamacpp", or None.
+        target: a program that `posswap export` supports, such as "vllm" or "llamacpp", or None.
+        length: an older name of `max_length`.
+        serve: an older name of `target`.
 
     Raises:
         OptionError, UnknownNameError: an invalid length, budget or program.
@@ -153,8 +158,9 @@ def advise(
         >>> advise(small, 1024, budget=1e6).use.recipe
         'learned-to-rope'
     """
-    case = read_case(model, length, budget, serve)
-    options = [] if length <= case.window or case.kind == "unlimited" else weigh(case)
+    max_length = with_older_name(max_length=max_length, length=length)
+    case = read_case(model, max_length, budget, with_older_name(target=target, serve=serve))
+    options = [] if case.length <= case.window or case.kind == "unlimited" else weigh(case)
     use = next((option for option in options if option.advised), None) or _no_swap(case, options)
     return Advice(
         model=f"{case.report.model} ({case.report.native})",

@@ -82,7 +82,7 @@ def read_case(model: Any, length: int, budget: float | None, serve: str | None) 
         AlreadyPatchedError: it carries a swap.
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 2:
-        raise OptionError(f"length is a whole number of tokens of at least 2, got {length!r}.")
+        raise OptionError(f"max_length is a whole number of tokens of at least 2, got {length!r}.")
     if budget is not None and not (math.isfinite(budget) and budget >= 0):
         raise OptionError(f"budget is a number of tokens of at least 0, got {budget!r}.")
     if serve is not None and serve not in TARGETS:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TEXTS, OTHER = "books/", "other-books/"
 """Folders of texts to train on and to measure on, named as in the documentation."""
+_SOURCE = f"data.sources.0.path={TEXTS}"
+"""The setting for which `posswap train` has the option --text."""
 _LEAST_STEPS, _WARMUP = 100, 0.05
 _CUT = 8
 _OPTIMIZER = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay")
@@ -28,10 +30,21 @@ def line(*arguments: str) -> str:
     """Return a command line of `posswap`, quoted for a shell.
 
     Example:
-        >>> line("train", "data.sources=[{path: books/}]")
-        "posswap train 'data.sources=[{path: books/}]'"
+        >>> line("train", "swap.scheme={name: yarn}")
+        "posswap train 'swap.scheme={name: yarn}'"
     """
     return shlex.join(("posswap", *arguments))
+
+
+def train_line(recipe: str, settings: Sequence[str]) -> str:
+    """Return a command line of `posswap train`, with the text as its option.
+
+    Example:
+        >>> train_line("yarn", ["model.name=llama", "data.sources.0.path=books/", "out=yarn"])
+        'posswap train yarn model.name=llama --text books/ out=yarn'
+    """
+    words = [word for each in settings for word in (("--text", TEXTS) if each == _SOURCE else (each,))]
+    return line("train", recipe, *words)
 
 
 def untrained_commands(case: Case, candidate: Candidate, serving: Serving | None) -> tuple[str, ...]:
@@ -61,8 +74,8 @@ def trained_commands(case: Case, candidate: Candidate, serving: Serving | None) 
     planned = [] if candidate.plan else [line("explain", case.name, *_planned(case, candidate))]
     return (
         *planned,
-        line("train", candidate.recipe, *settings, f"out={out}"),
-        line("train", "control", *control_settings(case, recipe), "out=control"),
+        train_line(candidate.recipe, [*settings, f"out={out}"]),
+        train_line("control", [*control_settings(case, recipe), "out=control"]),
         compare_command(case, ["control/model", f"{out}/model"], first=f"base={case.name}"),
         *serve_commands(case, f"{out}/model", serving),
     )
@@ -76,7 +89,7 @@ def _planned(case: Case, candidate: Candidate) -> tuple[str, ...]:
 def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     """Return KEY=VALUE for the recipe of `candidate`: the model, the length, and as many steps as the budget allows."""
     assert candidate.recipe is not None
-    settings = [f"model.name={case.name}", f"data.sources=[{{path: {TEXTS}}}]", *candidate.swap(case)]
+    settings = [f"model.name={case.name}", _SOURCE, *candidate.swap(case)]
     settings.append(f"data.length={training_length(case, candidate)}")
     recipe = load_recipe(candidate.recipe, settings)
     if recipe.swap.fit and not can_be_fitted(case):
@@ -107,7 +120,7 @@ def control_settings(case: Case, recipe: Recipe) -> list[str]:
     length = min(case.window, recipe.data.length) // _CUT * _CUT or _CUT
     control = load_recipe("control", [f"model.name={case.name}", f"data.length={length}"])
     causal = recipe.objective.predicts_next_token
-    settings = [f"model.name={case.name}", f"data.sources=[{{path: {TEXTS}}}]", f"data.length={length}"]
+    settings = [f"model.name={case.name}", _SOURCE, f"data.length={length}"]
     settings += [] if causal else ["objective.kind=masked"]
     values = {} if recipe.objective.kind == "distill" else {name: getattr(recipe.training, name) for name in _OPTIMIZER}
     batch = control.training.per_device_train_batch_size

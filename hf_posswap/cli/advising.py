@@ -28,7 +28,7 @@ def advise(
             show_default=False,
         ),
     ],
-    length: Annotated[
+    max_length: Annotated[
         int,
         typer.Option(
             "--max-length", "--length", metavar="N", help="Tokens that the model should read.", show_default=False
@@ -38,7 +38,7 @@ def advise(
         str | None,
         typer.Option(metavar="TOKENS", help="Training tokens, such as 1e8. Default: none.", show_default=False),
     ] = None,
-    serve: Annotated[
+    target: Annotated[
         Target | None,
         typer.Option("--target", "--serve", help="The program that will serve the model.", show_default=False),
     ] = None,
@@ -58,7 +58,7 @@ def advise(
     with quiet_library():
         import hf_posswap
 
-        advice = hf_posswap.advise(source, length, budget=tokens, serve=None if serve is None else serve.value)
+        advice = hf_posswap.advise(source, max_length, budget=tokens, target=None if target is None else target.value)
     return show_json(advice.to_dict()) if json else _show(advice)
 
 

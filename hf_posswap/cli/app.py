@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from hf_posswap.cli import (
     advising,
@@ -34,7 +33,7 @@ from hf_posswap.cli import (
     to_native,
     training,
 )
-from hf_posswap.cli.outcome import DEBUG, MEANING, PosswapGroup, note_interrupts
+from hf_posswap.cli.outcome import DEBUG, MEANING, OneNameCommand, PosswapGroup, note_interrupts
 from hf_posswap.cli.scheme_command import SchemeCommand
 from hf_posswap.utils.printable import printable
 
@@ -97,30 +96,30 @@ def posswap(
 
 
 BEGIN, SWAP, ADAPT, MEASURE, SHIP, LOOK_UP = "Begin", "Swap", "Adapt", "Measure", "Ship", "Look up"
-_COMMANDS: tuple[tuple[str, str, Callable[..., None], type[TyperCommand]], ...] = (
-    (BEGIN, "quickstart", starting.quickstart, TyperCommand),
-    (BEGIN, "advise", advising.advise, TyperCommand),
+_COMMANDS: tuple[tuple[str, str, Callable[..., None], type[OneNameCommand]], ...] = (
+    (BEGIN, "quickstart", starting.quickstart, OneNameCommand),
+    (BEGIN, "advise", advising.advise, OneNameCommand),
     (SWAP, "explain", swapping.explain, SchemeCommand),
     (SWAP, "patch", swapping.patch, SchemeCommand),
     (SWAP, "show", show.show, SchemeCommand),
-    (ADAPT, "recipes", recipes.recipes, TyperCommand),
-    (ADAPT, "train", training.train, TyperCommand),
-    (ADAPT, "search", searching.search, TyperCommand),
+    (ADAPT, "recipes", recipes.recipes, OneNameCommand),
+    (ADAPT, "train", training.train, OneNameCommand),
+    (ADAPT, "search", searching.search, OneNameCommand),
     (MEASURE, "eval", evaluating.evaluate, SchemeCommand),
     (MEASURE, "compare", comparing.compare, SchemeCommand),
-    (MEASURE, "key-spans", key_spans.key_spans, TyperCommand),
+    (MEASURE, "key-spans", key_spans.key_spans, OneNameCommand),
     (MEASURE, "lm-eval", lm_eval.lm_eval, SchemeCommand),
-    (MEASURE, "report", reporting.report, TyperCommand),
-    (SHIP, "check", checking.check, TyperCommand),
-    (SHIP, "doctor", doctor.doctor, TyperCommand),
-    (SHIP, "to-native", to_native.to_native, TyperCommand),
-    (SHIP, "export", export.export, TyperCommand),
+    (MEASURE, "report", reporting.report, OneNameCommand),
+    (SHIP, "check", checking.check, OneNameCommand),
+    (SHIP, "doctor", doctor.doctor, OneNameCommand),
+    (SHIP, "to-native", to_native.to_native, OneNameCommand),
+    (SHIP, "export", export.export, OneNameCommand),
     (SHIP, "overrides", overriding.overrides, SchemeCommand),
-    (SHIP, "push", push.push, TyperCommand),
-    (LOOK_UP, "schemes", listing.schemes, TyperCommand),
-    (LOOK_UP, "families", listing.families, TyperCommand),
-    (LOOK_UP, "support", supporting.support, TyperCommand),
-    (LOOK_UP, "selfcheck", selfcheck.selfcheck, TyperCommand),
+    (SHIP, "push", push.push, OneNameCommand),
+    (LOOK_UP, "schemes", listing.schemes, OneNameCommand),
+    (LOOK_UP, "families", listing.families, OneNameCommand),
+    (LOOK_UP, "support", supporting.support, OneNameCommand),
+    (LOOK_UP, "selfcheck", selfcheck.selfcheck, OneNameCommand),
 )
 """The group of each command in `posswap --help`, its name, its function, and the class that parses it."""
 

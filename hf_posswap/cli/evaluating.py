@@ -18,6 +18,7 @@ from hf_posswap.cli.completing import scheme_names
 from hf_posswap.cli.outcome import was_interrupted
 from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_text
 from hf_posswap.errors import OptionError
+from hf_posswap.text.stdlib import PYTHON
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.user_paths import expand_home
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from hf_posswap.comparison import EvalSettings, Evaluation
     from hf_posswap.utils.progress import Reporter
 
-PYTHON = "python"
-"""Names the running Python's own sources and documentation, as in `data.sources`."""
 _ABSOLUTE = re.compile(r"([^/\\~]*=)?((?:[/~]|[A-Za-z]:\\).*?)(\+[^/\\]*)?")
 Lengths = Annotated[
     str | None,
@@ -67,7 +66,7 @@ Trials = Annotated[int, typer.Option(metavar="N", help="Passkeys for each length
 Margin = Annotated[float, typer.Option(metavar="NATS", help="Loss per token that the short-context verdict tolerates.")]
 KeySpans = Annotated[Path | None, typer.Option(metavar="FILE", help="Key tokens for longppl, from posswap key-spans.")]
 Tokenizer = Annotated[
-    str | None, typer.Option(metavar="ID_OR_PATH", help="Default: the model's tokenizer.", show_default=False)
+    str | None, typer.Option(metavar="PATH_OR_ID", help="Default: the model's tokenizer.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")]
 Dtype = Annotated[
@@ -102,9 +101,7 @@ def evaluate(
     max_length: MaxLength = None,
     baseline: Annotated[
         str | None,
-        typer.Option(
-            "--baseline", "--base", metavar="ID_OR_PATH", help="Compare MODEL with this one.", show_default=False
-        ),
+        typer.Option("--baseline", "--base", metavar="MODEL", help="Compare MODEL with this one.", show_default=False),
     ] = None,
     lengths: Lengths = None,
     metrics: Metrics = None,

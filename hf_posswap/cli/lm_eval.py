@@ -43,9 +43,11 @@ def lm_eval(
             show_default=False,
         ),
     ] = None,
-    base: Annotated[
+    baseline: Annotated[
         str | None,
         typer.Option(
+            "--baseline",
+            "--base",
             metavar="MODEL",
             help="The unswapped model, or the --out file of its run: shows the percentage of its scores that is kept.",
             show_default=False,
@@ -101,14 +103,14 @@ def lm_eval(
 
     Example: posswap lm-eval my-long-llama --tasks hellaswag --limit 100
 
-    Example: posswap lm-eval my-long-llama --tasks ruler --lengths 4096,8192,16384 --limit 50 --base llama
+    Example: posswap lm-eval my-long-llama --tasks ruler --lengths 4096,8192,16384 --limit 50 --baseline llama
     """
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
     source = source_of(model)
     options: dict[str, Any] = {
         "lengths": whole_numbers(lengths),
-        "base": None if base is None else _base(base),
+        "baseline": None if baseline is None else _base(baseline),
         "metadata": None if metadata is None else _object_of(metadata),
     }
     chosen = None if scheme is None else make_scheme(scheme)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import signal
@@ -147,7 +148,39 @@ class PosswapGroup(_OneLine, TyperGroup):
         return super().parse_args(ctx, [*imports, *rest, *args[end:]])
 
 
-class PosswapCommand(_OneLine, TyperCommand):
+class OneNameCommand(TyperCommand):
+    """A command that shows the first name of each option alone: `--baseline`, of `"--baseline", "--against"`.
+
+    The other long names are older ones. They are accepted, and neither help nor completion nor an error shows them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.older: list[Any] = []
+        """A copy of each option that has older names, with these names alone."""
+        for param in self.params:
+            names = [name for name in param.opts if name.startswith("--")][1:]
+            if names:
+                alias = copy.copy(param)
+                alias.opts = names
+                param.opts = [name for name in param.opts if name not in names]
+                self.older.append(alias)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        shown = (param for param in self.get_params(ctx) if not getattr(param, "hidden", False))
+        return [
+            *([self.options_metavar] if self.options_metavar else []),
+            *(piece for param in shown for piece in param.get_usage_pieces(ctx)),
+        ]
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)
+        for alias in self.older:
+            alias.add_to_parser(parser, ctx)
+        return parser
+
+
+class PosswapCommand(_OneLine, OneNameCommand):
     """A command that reports an error as one line on stderr and an exit code."""
 
 

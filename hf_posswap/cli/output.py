@@ -81,10 +81,15 @@ def _quote_with_values(arguments: Sequence[str]) -> list[str]:
     groups: list[str] = []
     for previous, argument in zip(["", *arguments], arguments, strict=False):
         if previous.startswith("-") and not argument.startswith("-"):
-            groups[-1] += f" {shlex.quote(argument)}"
+            groups[-1] += f" {_quote(argument)}"
         else:
-            groups.append(shlex.quote(argument))
+            groups.append(_quote(argument))
     return groups
+
+
+def _quote(word: str) -> str:
+    """Quote a word for a shell; double quotes keep one with single quotes, such as a line of Python, readable."""
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:

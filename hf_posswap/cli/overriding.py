@@ -26,7 +26,7 @@ class Program(StrEnum):
 def overrides(
     model: Model,
     scheme: SchemeName,
-    target: Annotated[Program, typer.Option("--for", help="The program.", show_default=False)],
+    target: Annotated[Program, typer.Option("--target", "--for", help="The program.", show_default=False)],
     max_length: MaxLength = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -38,7 +38,7 @@ def overrides(
     the config. Other swaps, and those for which the program has no setting, are refused with what to do instead (exit
     code 3).
 
-    Example: posswap overrides meta-llama/Llama-3.2-1B yarn:factor=4 --for vllm
+    Example: posswap overrides meta-llama/Llama-3.2-1B yarn:factor=4 --target vllm
     """
     source = source_of(model)
     chosen = make_scheme(scheme)

@@ -83,4 +83,4 @@ def _show_list(listed: dict[str, Any]) -> None:
     show_pairs((name, r.header["Purpose"]) for name, r in listed.items() if not r.trains)
     show_text("", "posswap recipes NAME prints one: its purpose, source, command, cost and expected result.")
     show_text("posswap recipes NAME --copy copies it for editing; posswap train --keys lists what can be set.")
-    show_text("posswap train NAME model.name=MODEL data.sources.0.path=books runs it.")
+    show_text("posswap train NAME model.name=MODEL --text books runs it.")

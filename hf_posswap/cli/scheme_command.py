@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
+from hf_posswap.cli.outcome import OneNameCommand
 from hf_posswap.errors import OptionError
 
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]  # UsageError: click's, or typer's own copy of it
 _PAIR = re.compile(r"(?:--)?([A-Za-z][\w-]*)=(.+)", re.DOTALL)
 
 
-class SchemeCommand(TyperCommand):
+class SchemeCommand(OneNameCommand):
     """A command whose arguments name a scheme, with or without fields."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -25,8 +25,8 @@ def search(
         list[Path] | None,
         typer.Argument(
             metavar="[TEXT...]",
-            help="The same as --text, without the option; each text is at least --factor times the model's length.",
-            show_default=False,
+            help="The same as --text, without the option.",
+            hidden=True,
         ),
     ] = None,
     text: Annotated[
@@ -34,14 +34,15 @@ def search(
         typer.Option(
             "--text",
             metavar="PATH",
-            help="Text files, folders of them, .jsonl or .parquet. Repeatable.",
+            help="Texts to search on: files, folders of them, .jsonl or .parquet. Each text is at least --factor times "
+            "as long as the model's window. Repeatable.",
             show_default=False,
         ),
     ] = None,
     column: Column = "text",
     *,
     factor: Annotated[
-        float, typer.Option("--factor", metavar="S", help="Target length over original length.", show_default=False)
+        float, typer.Option("--factor", metavar="X", help="Target length over original length.", show_default=False)
     ],
     out: Annotated[
         Path,
@@ -145,7 +146,7 @@ def _contents(paths: list[Path], column: str) -> list[str]:
     from hf_posswap.text.hub import hub_text
 
     if not paths:
-        raise OptionError("give texts to search on: --text books/, or text files after MODEL.")
+        raise OptionError("give texts to search on: --text books/.")
     streamed = [str(path) for path in paths if hub_text(path) is not None]
     if streamed:
         raise DataError(f"{', '.join(streamed)}: give files or folders; a data set on the Hub has no end to search on.")

@@ -45,7 +45,7 @@ Pictures = Annotated[
 OfModel = Annotated[
     str | None,
     typer.Option(
-        metavar="ID_OR_PATH",
+        metavar="MODEL",
         help="Use the shape of this model, and draw its position table next to its replacements. Default: the shape "
         "given by the options below.",
         show_default=False,
@@ -109,10 +109,10 @@ def show(
     return show_json([_plain(sheet) for sheet in drawn]) if json else _show(drawn)
 
 
-def _shape(model: str | None, heads: int, dim: int, length: int, trust_remote_code: bool) -> dict[str, Any]:
+def _shape(model: str | None, heads: int, dim: int, window: int, trust_remote_code: bool) -> dict[str, Any]:
     """Return the model whose geometry to draw in, or the numbers that say it, as arguments of `draw_positions`."""
     if model is None:
-        return {"heads": heads, "dim": dim, "length": length}
+        return {"heads": heads, "dim": dim, "window": window}
     from hf_posswap.checkpoints.load import load
 
     return {"model": load(source_of(model), trust_remote_code=trust_remote_code)}

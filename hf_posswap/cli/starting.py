@@ -13,13 +13,13 @@ from hf_posswap.utils.user_paths import expand_home
 
 
 def quickstart(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for results and models.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for results and models.")] = Path(
         "posswap-quickstart"
     ),
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="ID_OR_PATH",
+            metavar="MODEL",
             help="A causal model to start from, a folder or a Hub id. Default: the small model of the package.",
             show_default=False,
         ),

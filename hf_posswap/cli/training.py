@@ -64,7 +64,7 @@ def train(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="RECIPE", help="The recipe, as RECIPE above.", show_default=False),
+        typer.Option("--config", "-c", metavar="RECIPE", hidden=True),
     ] = None,
     keys: Annotated[
         bool, typer.Option("--keys", help="List every key with its meaning and default, and stop.")

@@ -88,7 +88,7 @@ def compare_attention(
     Args:
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them.
         out: the folder for attention.png and attention.svg.
-        text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; None or "python": the running Python's own text.
         documents: maximum number of texts; None: 4. It also takes what `text` takes.
         tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
         lengths: tokens to read of each text; None: the original window of the first, and `factor` times it, up to 8192.

@@ -16,7 +16,7 @@ from hf_posswap.comparison.joining import WHOLE, cut_documents
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.text.files import file_documents, files_below, row_documents
 from hf_posswap.text.hub import HubText, hub_text, require_datasets
-from hf_posswap.text.stdlib import Document, python_corpus
+from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
 from hf_posswap.utils.naming import public_name
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
@@ -114,7 +114,7 @@ def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
     """Return the text to read, and the maximum number of documents or None, from the arguments of a public function.
 
     Args:
-        text: as the source in `read_documents`; None: not given.
+        text: as the source in `read_documents`, or "python" for the running Python's own text; None: not given.
         documents: the maximum number; or, if `text` is None, the text; None: not given.
 
     Raises:
@@ -123,15 +123,21 @@ def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
     Example:
         >>> text_and_count("books/", 8), text_and_count(None, "books/")
         (('books/', 8), ('books/', None))
+        >>> text_and_count("python", 8)
+        (None, 8)
     """
     if documents is None or isinstance(documents, int):
-        return text, documents
+        return (None if _is_python(text) else text), documents
     if text is not None:
         raise OptionError(
             f"documents is the maximum number of documents if text is given, got {type(documents).__name__}: give all "
             "text as text."
         )
-    return documents, None
+    return (None if _is_python(documents) else documents), None
+
+
+def _is_python(text: Any) -> bool:
+    return isinstance(text, str | Path) and str(text) == PYTHON
 
 
 def check_paths(source: Any) -> None:

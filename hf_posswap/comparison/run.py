@@ -106,7 +106,7 @@ def evaluate(
         scheme: the scheme to put in first, without training, as in `patch_model`; the model without it is then the
             baseline.
         baseline: a model to compare with; None: the model without `scheme`, or nothing.
-        text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; None or "python": the running Python's own text.
         documents: maximum number of documents; None: 48. It also takes what `text` takes.
         lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
         metrics: names of what to measure, as in `EvalSettings`.
@@ -117,7 +117,7 @@ def evaluate(
             "kerple:seed=1".
         settings: further settings; those given by name replace them. None: the defaults of `EvalSettings`.
         max_length: tokens that `scheme` should support; None: the longest measured length.
-        tokenizer: the model's tokenizer; None: that of the folder or Hub id.
+        tokenizer: the model's tokenizer; None: that of the folder or Hub id, from which a model object was loaded too.
         column: the text column, if the text has rows.
         device: device of a loaded model, "auto", "cpu", "cuda:1", ...; None: the CPU. A model object stays where it is.
         dtype: dtype of a loaded model, "bfloat16", ...; None: float32 on the CPU, elsewhere that of the checkpoint.
@@ -227,7 +227,7 @@ def compare(
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them. By default a folder is
             named after its last component, and a training's `RUN/model` after the run. The first one determines the
             window and the default lengths.
-        text: as the source in `hf_posswap.comparison.read_documents`; None: the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; None or "python": the running Python's own text.
         documents: maximum number of documents; None: 48. It also takes what `text` takes.
         lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
         metrics: names of what to measure, as in `EvalSettings`.
@@ -238,7 +238,8 @@ def compare(
         settings: as in `evaluate`.
         max_length: tokens that the schemes of candidates without a `max_length` should support; None: the longest
             measured length.
-        tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
+        tokenizer: the tokenizer of all models; None: that of the first folder or Hub id; where all are model objects,
+            that of the folder or Hub id that the first was loaded from.
         column: the text column, if the text has rows.
         device: as in `evaluate`; None: the CPU, or the device that a launch assigns to each process.
         dtype: as in `evaluate`.

@@ -22,7 +22,7 @@ def tokenizer_for(
     """Return the tokenizer for all candidates.
 
     Args:
-        candidates: their folders and Hub ids may contain tokenizers.
+        candidates: their folders and Hub ids, or those of their model objects, may contain tokenizers.
         given: a tokenizer, a folder or a Hub id; None: the tokenizer of the first candidate that has one.
         trust_remote_code: run code that comes with a tokenizer.
 
@@ -49,4 +49,7 @@ def tokenizer_for(
 
 
 def _sources(candidates: Sequence[Candidate]) -> list[str]:
-    return list(dict.fromkeys(str(c.source) for c in candidates if isinstance(c.source, str | Path)))
+    """Return the folders and Hub ids of candidates; where there are none, those that model objects were loaded from."""
+    named = [str(c.source) for c in candidates if isinstance(c.source, str | Path)]
+    loaded = [str(getattr(getattr(c.source, "config", None), "name_or_path", None) or "") for c in candidates]
+    return list(dict.fromkeys(named or filter(None, loaded)))

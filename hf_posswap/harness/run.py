@@ -26,6 +26,7 @@ from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.scores import retention, rows_of, table_of
 from hf_posswap.harness.task_code import refuse_groups, refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
+from hf_posswap.utils.naming import with_older_name
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def run_tasks(
     scheme: Scheme | str | None = None,
     *,
     lengths: Sequence[int] | None = None,
-    base: PreTrainedModel | str | Path | Mapping[str, Any] | None = None,
+    baseline: PreTrainedModel | str | Path | Mapping[str, Any] | None = None,
     max_length: int | None = None,
     longest_input: int | None = None,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
@@ -55,11 +56,12 @@ def run_tasks(
     device: Any = None,
     dtype: Any = "auto",
     trust_remote_code: bool = False,
+    base: PreTrainedModel | str | Path | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run tasks and return the harness's results, with the scores of each task under "results".
 
     The maximum input length, which depends on the swap, is under "longest_input". Under "table" is one row per task and
-    metric: its "values" by length, its "effective_length" by RULER's and by NoLiMa's criterion, and with `base` its
+    metric: its "values" by length, its "effective_length" by RULER's and by NoLiMa's criterion, and with `baseline` its
     "retention", the percentage of the base's score. With `lengths`, "runs" has the harness's output for each length
     instead of "results".
 
@@ -69,7 +71,7 @@ def run_tasks(
         scheme: the scheme to put in first, without training.
         lengths: run each task at each of these lengths, in tokens. RULER and BABILong make or choose their data by
             length; of other tasks, each length gets the questions whose prompts are longer than the length before.
-        base: the unswapped model, or what `run_tasks` returned for it. It runs at the lengths that it can read.
+        baseline: the unswapped model, or what `run_tasks` returned for it. It runs at the lengths that it can read.
         max_length: maximum length of `scheme`; None: the longest of `lengths`.
         longest_input: truncate longer inputs, in tokens; None: the swap's maximum length, else the model's.
         tokenizer: the model's tokenizer; None: that of the folder or Hub id.
@@ -83,12 +85,13 @@ def run_tasks(
         dtype: to load in; "auto": that of the checkpoint.
         trust_remote_code: run code that comes with the model, its tokenizer or a .yaml file of a task; otherwise such a
             file may name no functions, and its templates are sandboxed. The harness's built-in tasks always run.
+        base: an older name of `baseline`.
 
     Raises:
         MissingDependencyError: lm_eval is not installed, or a package that a task needs.
         OptionError: no tasks, an invalid number, an unknown task, or a length that the model cannot read.
         DataError: a model object without a tokenizer, a tokenizer that cannot be read, data of a task that cannot be
-            read, or a `base` that answered other questions.
+            read, or a `baseline` that answered other questions.
         RemoteCodeError: code is needed without `trust_remote_code`.
         CheckpointError, UnsupportedSwapError, UnsupportedModelError, SchemeError: as `load` and `patch_model`.
     """
@@ -112,8 +115,9 @@ def run_tasks(
         "fewshot_as_multiturn": fewshot_as_multiturn,
         "metadata": dict(metadata or {}),
     }
-    if isinstance(base, Mapping):  # fail before anything is loaded
-        retention({"table": {"columns": [], "rows": []}, "settings": settings}, base)
+    baseline = with_older_name(baseline=baseline, base=base)
+    if isinstance(baseline, Mapping):  # fail before anything is loaded
+        retention({"table": {"columns": [], "rows": []}, "settings": settings}, baseline)
     shared: dict[str, Any] = {}
     manager = _manager(requested, trust_remote_code, shared)
     more = {"batch_size": batch_size, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -126,8 +130,8 @@ def run_tasks(
 
     longest = max_length if scheme is None or max_length is not None or chosen is None else chosen[-1]
     results = run(model, scheme=scheme, swap_length=longest, max_length=longest_input)
-    if base is not None:
-        base_results = base if isinstance(base, Mapping) else run(base)
+    if baseline is not None:
+        base_results = baseline if isinstance(baseline, Mapping) else run(baseline)
         results["base"] = {"table": base_results["table"], "longest_input": base_results["longest_input"]}
         results["table"] = retention(results, base_results)
     return results

@@ -15,6 +15,8 @@ from typing import Any
 from hf_posswap.errors import DataError
 from hf_posswap.utils.result_views import ResultView
 
+PYTHON = "python"
+"""Names this text where a command or an argument takes files, folders and data sets."""
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 _LEAST_BYTES = 1_000_000
 

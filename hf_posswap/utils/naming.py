@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from hf_posswap.errors import OptionError
 from hf_posswap.utils.printable import printable_lines
 
 _MARKS = re.compile(r"[\\`*|\[\]]|(?<!\w)_|_(?!\w)")
@@ -20,6 +22,22 @@ def public_name(path: str | Path) -> str:
     named = Path(path)
     hidden = named.is_absolute() or str(path).startswith("~") or ":\\" in str(path)
     return (re.split(r"[\\/]", str(named))[-1] or str(named)) if hidden else str(path)
+
+
+def with_older_name(**values: Any) -> Any:
+    """Return the value of an argument that has two names, the older one last; None: it was not passed.
+
+    Raises:
+        OptionError: it was passed under both names.
+
+    Example:
+        >>> with_older_name(max_length=None, length=512)
+        512
+    """
+    passed = [value for value in values.values() if value is not None]
+    if len(passed) > 1:
+        raise OptionError(f"{' and '.join(values)} are two names of one argument: give {next(iter(values))} alone.")
+    return passed[0] if passed else None
 
 
 def markdown_text(text: str) -> str:

@@ -215,7 +215,7 @@ def test_the_model_that_is_asked_about_is_not_changed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"length": 1}, errors.OptionError, "length is a whole number of tokens of at least 2, got 1"),
+        ({"length": 1}, errors.OptionError, "max_length is a whole number of tokens of at least 2, got 1"),
         ({"length": 64.5}, errors.OptionError, "got 64.5"),
         ({"budget": -1}, errors.OptionError, "budget is a number of tokens of at least 0, got -1"),
         ({"budget": float("nan")}, errors.OptionError, "got nan"),
@@ -229,6 +229,19 @@ def test_what_is_wrong_is_said(arguments: dict[str, Any], error: type[Exception]
     given: dict[str, Any] = {"model": GPT2, "length": 512} | arguments
     with pytest.raises(error, match=words):
         hf_posswap.advise(given.pop("model"), given.pop("length"), **given)
+
+
+def test_older_names_of_arguments_are_taken_and_never_both() -> None:
+    expected = hf_posswap.advise(LLAMA, max_length=256, target="vllm")
+    assert hf_posswap.advise(LLAMA, length=256, serve="vllm") == expected
+    with pytest.raises(
+        errors.OptionError, match="max_length and length are two names of one argument: give max_length"
+    ):
+        hf_posswap.advise(LLAMA, 256, length=256)
+    with pytest.raises(errors.OptionError, match="target and serve are two names"):
+        hf_posswap.advise(LLAMA, 256, target="vllm", serve="vllm")
+    with pytest.raises(errors.OptionError, match="max_length is a whole number of tokens of at least 2, got None"):
+        hf_posswap.advise(LLAMA)
 
 
 def test_a_swapped_model_is_refused() -> None:

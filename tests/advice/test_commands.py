@@ -16,7 +16,7 @@ from hf_posswap.advice.advise import Advice
 from hf_posswap.advice.commands import trained_tokens
 from hf_posswap.cli import app
 from hf_posswap.cli.arguments import make_scheme
-from hf_posswap.training.config import load_recipe
+from hf_posswap.training.config import Recipe, load_recipe
 
 GROUP: Any = typer.main.get_command(app)
 LENGTHS, BUDGETS, PROGRAMS = (128, 200, 512, 640), (None, 3e5, 5e7), (None, "vllm", "llamacpp", "transformers")
@@ -39,6 +39,14 @@ def parse(words: list[str]) -> dict[str, Any]:
     command = GROUP.commands[words[0]]
     with command.make_context(words[0], list(words[1:])) as context:
         return dict(context.params)
+
+
+def recipe_of(words: list[str]) -> Recipe:
+    """Return the recipe of a `posswap train` line, with the setting that --text stands for."""
+    given = parse(words)
+    assert given["text"] == ["books/"]
+    recipe, *settings = given["settings"]
+    return load_recipe(recipe, [*settings, f"data.sources.0.path={given['text'][0]}"])
 
 
 def test_the_parser_of_this_test_refuses_what_a_user_would_be_refused() -> None:
@@ -66,7 +74,7 @@ def test_commands_are_taken(place: Path, kind: str, length: int, budget: float |
 
 def check_training(model: str, words: list[str], advice: Advice) -> None:
     """Check a `posswap train` line: its recipe is read, within the budget, and its swap is planned on the model."""
-    recipe = load_recipe(words[1], words[2:])
+    recipe = recipe_of(words)
     assert recipe.model.name == model
     assert trained_tokens(recipe) <= max(advice.budget, 2 * trained_tokens(recipe) // recipe.training.max_steps)
     if recipe.swap.scheme is None:
@@ -86,7 +94,7 @@ def test_the_control_reads_as_many_tokens_as_the_recipe(place: Path, kind: str) 
     assert trainings
     for recipe, control in zip(trainings[::2], trainings[1::2], strict=True):
         assert control[1] == "control"
-        first, second = (load_recipe(words[1], words[2:]) for words in (recipe, control))
+        first, second = (recipe_of(words) for words in (recipe, control))
         assert trained_tokens(second) == pytest.approx(trained_tokens(first), rel=0.01)
         assert second.data.length <= 64
         if first.objective.kind != "distill":

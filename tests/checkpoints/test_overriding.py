@@ -412,7 +412,7 @@ def test_the_command_prints_the_same(cases: Any) -> None:
     case, runner = cases("llama"), CliRunner()
     for target in TARGETS:
         expected: Overrides = overrides(case.folder, "yarn:factor=4", target, max_length=4 * LENGTH)
-        arguments = ["overrides", case.folder, "yarn:factor=4", "--for", target, "--max-length", str(4 * LENGTH)]
+        arguments = ["overrides", case.folder, "yarn:factor=4", "--target", target, "--max-length", str(4 * LENGTH)]
         shown = runner.invoke(app, arguments)
         assert (shown.exit_code, shown.stdout) == (0, f"{expected}\n"), shown.output
         told = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)

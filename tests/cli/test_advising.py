@@ -22,7 +22,7 @@ def advise(*arguments: str | Path) -> Result:
 
 
 def test_json_is_the_advice(gpt2: Path) -> None:
-    run = advise(gpt2, "--length", "128", "--budget", "1e7", "--serve", "vllm", "--json")
+    run = advise(gpt2, "--max-length", "128", "--budget", "1e7", "--target", "vllm", "--json")
     assert run.exit_code == 0
     assert json.loads(run.stdout) == hf_posswap.advise(gpt2, 128, budget=1e7, serve="vllm").to_dict()
 
@@ -69,7 +69,7 @@ def test_the_name_of_a_class_is_enough(posswap: Posswap) -> None:
     [
         (("--length", "1"), 2, "length is a whole number"),
         (("--length", "128", "--budget", "many"), 2, "--budget many: give a number of tokens, such as 1e8."),
-        ((), 2, "--length"),
+        ((), 2, "Missing option '--max-length'"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -64,4 +64,4 @@ def test_two_models_of_one_name_are_told_at_once_with_what_to_do(runs: Path) -> 
 def test_help_shows_how_trainings_are_compared() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "200"}).stdout
     assert says(text, "posswap compare base=gpt2 control/model rope/model --baseline control --text books/ -o results")
-    assert "--baseline,--against" in "".join(text.split())
+    assert "--baseline" in text

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+import typer
 from typer.testing import CliRunner
 
 import hf_posswap
@@ -20,13 +24,16 @@ import hf_posswap.versions
 from hf_posswap.cli import app, versions
 from hf_posswap.cli.output import column_widths
 from hf_posswap.families import FAMILIES
+from hf_posswap.harness import run_tasks
 from hf_posswap.patching.inspect import census
 from hf_posswap.patching.inspect.census import ClassEntry
+from hf_posswap.plotting import draw_positions
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.schemes.base import TERMS
 from tests.cli.conftest import ROOT, Posswap
 
 COMMANDS = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]  # type: ignore[union-attr]
+TREE: Any = typer.main.get_command(app)
 HEAVY = {"torch", "transformers", "numpy", "peft", "datasets", "accelerate", "matplotlib"}
 
 WIDE = {"COLUMNS": "200"}
@@ -85,6 +92,114 @@ def test_help_names_every_command_and_exit_code() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command_has_an_example(name: str) -> None:
     assert f"Example: posswap {name}" in CliRunner().invoke(app, [name, "--help"]).output
+
+
+OLDER = {
+    "advise": {"--length": "--max-length", "--serve": "--target"},
+    "show": {"--beside": "--also", "--length": "--window"},
+    "eval": {"--base": "--baseline"},
+    "compare": {"--against": "--baseline"},
+    "lm-eval": {"--base": "--baseline"},
+    "overrides": {"--for": "--target"},
+}
+"""Older names of options, by command: accepted, and shown nowhere."""
+ONE_LENGTH = ("key-spans", "--length")
+"""Tokens of each document: one number, where the commands that measure take several `--lengths`."""
+
+
+def shown_options() -> Iterator[tuple[str, Any]]:
+    """Yield each option that the help of a command shows, with the command's name."""
+    for name, command in TREE.commands.items():
+        yield from ((name, option) for option in command.params if option.opts[0][0] == "-" and not option.hidden)
+
+
+def test_an_option_is_shown_by_one_name_and_its_older_ones_are_accepted() -> None:
+    accepted = {
+        name: {older: alias.name for alias in command.older for older in alias.opts}
+        for name, command in TREE.commands.items()
+        if command.older
+    }
+    assert accepted == {
+        name: {older: now[2:].replace("-", "_") for older, now in names.items()} for name, names in OLDER.items()
+    }
+    values = {"--target": "vllm", "--length": "128", "--window": "128", "--max-length": "128"}
+    required = {"advise": ["m"], "overrides": ["m", "rope"], "lm-eval": ["m", "--tasks", "t"]}
+    for name, names in OLDER.items():
+        help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        for older, now in names.items():
+            assert re.search(rf"{older}(?![\w-])", help_text) is None
+            words = required.get(name, ["m"])
+            words = [*words, "--max-length", "64"] if (name, older) == ("advise", "--serve") else words
+            new, old = (
+                TREE.commands[name].make_context(name, [*words, option, values.get(now, "x")])
+                for option in (now, older)
+            )
+            assert new.params == old.params
+            assert new.params[now[2:].replace("-", "_")] not in (None, [])
+
+
+def test_one_thing_has_one_name_in_all_commands() -> None:
+    retired = {older for names in OLDER.values() for older in names}
+    metavars: dict[str, set[str | None]] = {}
+    for name, option in shown_options():
+        long = [text for text in option.opts if text.startswith("--")]
+        assert len(long) == 1, (name, option.opts)
+        assert (name, long[0]) == ONE_LENGTH or long[0] not in retired, (name, long)
+        assert ("-o" in option.opts) == (long == ["--out"]), (name, option.opts)
+        metavars.setdefault(long[0], set()).add(option.metavar)
+    several = {long: found for long, found in metavars.items() if len(found) > 1}
+    assert several == {
+        "--out": {"DIR", "FILE", "FILE.json"},
+        "--baseline": {"MODEL", "NAME"},  # of posswap compare a label, which it gives to each model
+        "--target": {None, "NAME"},  # of posswap to-native a model type
+        "--limit": {"N", "NATS"},  # of posswap key-spans; of lm-eval the name that the harness gives it
+        "--dtype": {None, "NAME"},  # of posswap export what the matrices become
+        "--tokenizer": {None, "PATH_OR_ID"},  # whether to save it, where a command saves a model
+        "--text": {"PATH", "PATH_OR_ID"},  # posswap search takes no data set on the Hub, which has no end
+    }
+
+
+def test_arguments_in_python_are_called_as_the_options() -> None:
+    functions: dict[str, Any] = {
+        "advise": hf_posswap.advise, "explain": hf_posswap.explain, "patch": hf_posswap.patch_model,
+        "show": draw_positions, "search": hf_posswap.search_longrope, "eval": hf_posswap.evaluate,
+        "compare": hf_posswap.compare, "lm-eval": run_tasks, "check": hf_posswap.check,
+        "doctor": hf_posswap.doctor, "to-native": hf_posswap.to_native, "export": hf_posswap.export,
+        "overrides": hf_posswap.overrides, "push": hf_posswap.push,
+    }  # fmt: skip
+    elsewhere = {
+        "advise": {"json", "gguf_file"},
+        "explain": {"html", "out", "json"},
+        "patch": {"out", "centre", "overwrite", "tokenizer", "json", "trust_remote_code"},  # load, centre_table, save
+        "show": {"picture", "also", "layers", "lengths", "text", "documents", "device", "json", "trust_remote_code"},
+        "search": {"text", "column", "out", "overwrite", "device", "json", "trust_remote_code"},
+        "eval": {"json"},
+        "compare": {"json"},
+        "lm-eval": {"out", "json"},
+        "check": {"imported", "strict", "json"},
+        "doctor": {"json"},
+        "to-native": {"out", "overwrite", "tokenizer", "json", "trust_remote_code"},
+        "export": {"gguf_file", "json"},
+        "overrides": {"json"},
+        "push": {"json"},
+    }
+    for name, function in functions.items():
+        parameters = inspect.signature(function).parameters
+        options = {option.name for command, option in shown_options() if command == name}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            options -= {"site", "relative", "gguf_file"}
+        assert options - set(parameters) == elsewhere[name], name
+
+
+def test_no_page_and_no_recipe_uses_an_older_name() -> None:
+    pages = [ROOT / "README.md", *(ROOT / ".docs").rglob("*.md"), *(ROOT / "recipes").glob("*.yaml")]
+    used = []
+    for path in pages:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for command, words in re.findall(r"posswap ([a-z-]+)( [^`\n]*)", text):
+            typed = {word.partition("=")[0] for word in words.split()}
+            used += [f"{path.name}: posswap {command}{words}" for older in OLDER.get(command, ()) if older in typed]
+    assert used == []
 
 
 def test_schemes_as_json_are_all_there_with_their_traits(posswap: Posswap) -> None:

@@ -151,7 +151,7 @@ def test_texts_are_given_as_posswap_eval_takes_them(reader: Path, texts: list[Pa
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ((), 2, "give texts to search on: --text books/, or text files after MODEL."),
+        ((), 2, "give texts to search on: --text books/."),
         (("--text", "org/books"), 4, "org/books: give files or folders; a data set on the Hub has no end"),
         (("--text", "none/"), 4, "none does not exist; give text files"),
     ],

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from hf_posswap import patch_model
 from hf_posswap.cli import comparing, evaluating
 from hf_posswap.comparison import Candidate, EvalSettings, compare, compare_attention, evaluate
-from hf_posswap.errors import CheckpointError, OptionError, SchemeError, UnknownNameError
+from hf_posswap.errors import CheckpointError, DataError, OptionError, SchemeError, UnknownNameError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.devices import resolve_device, resolve_dtype
 from tests.comparison.test_names import TEXTS, gpt2
@@ -57,6 +58,27 @@ def test_documents_are_a_number_or_the_text() -> None:
     assert evaluate(gpt2(), text=TEXTS, documents=2, **how).results["data"]["documents"] == 2
     with pytest.raises(OptionError, match="documents is the maximum number of documents if text is given, got list"):
         evaluate(gpt2(), text=TEXTS, documents=TEXTS, **how)
+
+
+def test_python_names_this_pythons_own_text_as_on_the_command_line() -> None:
+    how: dict[str, Any] = {"tokenizer": byte_tokenizer(), "lengths": [16], "metrics": "ppl_prefix"}
+    expected = evaluate(gpt2(), "rope", documents=3, **how).results["data"]
+    assert evaluate(gpt2(), "rope", text="python", documents=3, **how).results["data"] == expected
+    assert evaluate(gpt2(), "rope", text=Path("python"), documents=3, **how).results["data"] == expected
+    assert expected["source"].startswith("sources of this Python")
+    with pytest.raises(DataError, match="pythons does not exist"):
+        evaluate(gpt2(), "rope", text="pythons", **how)
+
+
+def test_a_model_object_is_read_with_the_tokenizer_of_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"text": TEXTS, "lengths": [16], "metrics": "ppl_prefix"}
+    gpt2().save_pretrained(tmp_path)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path)
+    with pytest.raises(DataError, match="give tokenizer="):
+        evaluate(model, "rope", **how)
+    byte_tokenizer().save_pretrained(tmp_path)
+    found = evaluate(model, "rope", **how).results
+    assert found["data"] == evaluate(gpt2(), "rope", tokenizer=byte_tokenizer(), **how).results["data"]
 
 
 def test_one_model_is_a_comparison_and_a_length_is_that_of_every_scheme() -> None:

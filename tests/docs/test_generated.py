@@ -39,6 +39,18 @@ def test_links_lead_from_page_to_page(hooks: Any) -> None:
     assert led_on("[g](nowhere.md)", ".docs/pages/faq.md", "faq.md") == "[g](nowhere.md)"  # mkdocs tells
 
 
+def test_a_notebook_that_is_opened_alone_has_no_links_into_a_folder(hooks: Any) -> None:
+    led_out = hooks[1].led_out
+    alone = "[a](../pages/schemes.md#rope) [b](https://host.org) ![c](x.png)\n```text\n[d](swap.py)\n```\n"
+    assert led_out(alone, ".docs/tutorial/adapt.py", None) == alone.replace(
+        "[a](../pages/schemes.md#rope)", "a"
+    ).replace("![c](x.png)", "c")
+    address = "https://host.org/me/it"
+    assert led_out("[a](../pages/schemes.md#rope)", ".docs/tutorial/adapt.py", address) == (
+        f"[a]({address}/blob/main/.docs/pages/schemes.md#rope)"
+    )
+
+
 def test_every_region_is_known_and_used(hooks: Any) -> None:
     used = {line.split()[2] for page in PAGES for line in text_of(page).splitlines() if "<!-- generated:" in line}
     assert used == set(hooks[0].GENERATED)

@@ -120,6 +120,7 @@ def test_the_tutorial_is_a_page_and_a_notebook_that_were_run(site: Path, pages: 
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert "error" not in {output["output_type"] for output in outputs}
+    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
     drawn = [output for output in outputs if "image/png" in output.get("data", {})]
     shown = [link for link in pages["tutorial.html"].fetched if "pictures/tutorial/positions-" in link]
     assert len(shown) == len(drawn) > 5

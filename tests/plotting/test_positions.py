@@ -336,7 +336,7 @@ def test_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
             OptionError,
             "geometry and heads are given, and each says the geom",
         ),
-        (["rope"], {"model": gpt2(), "dim": 8, "length": 9}, OptionError, "model and dim, length are given"),
+        (["rope"], {"model": gpt2(), "dim": 8, "length": 9}, OptionError, "model and dim, window are given"),
         (["rope"], {"dim": 7}, OptionError, "dim must be even"),
         (["rope"], {"model": "gpt2"}, UnsupportedSwapError, "got str; load the model first"),
         (["rope"], {"model": patch_model(gpt2(), "alibi")}, DataError, r"this GPT2LMHeadModel carries a swap \(alibi"),

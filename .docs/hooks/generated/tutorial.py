@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import copy
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from repository import PAGE_OF, ROOT
+from repository import PAGE_OF, ROOT, address, led_out
 
 FOLDER = ".docs/tutorial"
 SCRIPTS = tuple(source for source in PAGE_OF if source.startswith(f"{FOLDER}/"))
 """The scripts, from the root of the repository; `repository.PAGE_OF` has their pages."""
+_QUIET = "ignore:IProgress not found"
+"""A warning of tqdm where ipywidgets is missing, with a path of the machine: nothing here draws a bar."""
 _TIME = 600
 """Seconds for a cell: the machine may be busy."""
 
@@ -58,9 +62,9 @@ def run(script: str, folder: Path) -> Any:
     if kept.exists() and kept.stat().st_mtime > code:
         return nbformat.read(kept, as_version=4)
     notebook = read_notebook(script)
-    NotebookClient(
-        notebook, timeout=_TIME, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
-    ).execute()
+    where = {"metadata": {"path": str(ROOT)}}
+    client = NotebookClient(notebook, timeout=_TIME, kernel_name="python3", resources=where, coalesce_streams=True)
+    client.execute(env=os.environ | {"PYTHONWARNINGS": _QUIET})
     folder.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, kept)
     return notebook
@@ -88,7 +92,16 @@ def made(script: str, folder: Path) -> Tutorial:
     target, notebook_place = PAGE_OF[script], f"tutorial/{name}.ipynb"
     lead = f"{head}\n\n[The notebook]({notebook_place}), with all outputs; it is made from `{script}` and run whenever "
     page = f"{lead}this site is built.{first}{rest}"
-    return Tutorial(target, page, pictures, notebook_place, nbformat.writes(notebook))
+    return Tutorial(target, page, pictures, notebook_place, nbformat.writes(_for_download(notebook, script)))
+
+
+def _for_download(notebook: Any, script: str) -> Any:
+    """Return a copy of a notebook whose links do not depend on the folder that it is opened in."""
+    alone, repository = copy.deepcopy(notebook), address()
+    for cell in alone.cells:
+        if cell.cell_type == "markdown":
+            cell.source = led_out(cell.source, script, repository)
+    return alone
 
 
 def _printed(cell: Any) -> list[str]:

@@ -18,6 +18,7 @@ from hf_posswap.schemes import Learned, Scheme, Sum, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.atomic_io import writable_folder
+from hf_posswap.utils.naming import with_older_name
 from hf_posswap.utils.printable import brief_repr, in_lines
 from hf_posswap.utils.result_views import ResultView, short_repr
 from hf_posswap.utils.user_paths import expand_home
@@ -148,10 +149,11 @@ def draw_positions(
     geometry: Geometry | None = None,
     heads: int | None = None,
     dim: int | None = None,
-    length: int | None = None,
+    window: int | None = None,
     factor: float = 4.0,
     old: Tensor | None = None,
     dark: bool = False,
+    length: int | None = None,
 ) -> Drawings:
     """Draw position mechanisms themselves, without running a model. A notebook shows the pictures.
 
@@ -160,14 +162,15 @@ def draw_positions(
         out: the folder for NAME.png and NAME.svg of each picture.
         pictures: names in `PICTURES`, or one of them; empty: all that apply to one of `schemes`.
         model: an unswapped transformers model, in whose geometry to draw, with its position table; None: a geometry.
-        geometry: the geometry of a model; None: plain RoPE in `heads`, `dim` and `length`.
+        geometry: the geometry of a model; None: plain RoPE in `heads`, `dim` and `window`.
         heads: attention heads per layer; None: 8.
         dim: head dimension; None: 64.
-        length: original length in tokens; None: 512.
+        window: original window in tokens; None: 512.
         factor: target length over original length.
         old: the model's position table, a tensor [P, E], from which new tables are initialized, and which is also
             drawn; None: that of `model`, otherwise random rows.
         dark: use colours for a dark page.
+        length: an older name of `window`.
 
     Returns:
         A tuple of the pictures in the order of `PICTURES`, each with its file and what it shows.
@@ -191,7 +194,8 @@ def draw_positions(
     """
     if not isinstance(out, str | Path):
         raise OptionError(f"out is the folder for the pictures, a path, got {brief_repr(out)}.")
-    shape, old = _shape(model, geometry, {"heads": heads, "dim": dim, "length": length}, old)
+    window = with_older_name(window=window, length=length)
+    shape, old = _shape(model, geometry, {"heads": heads, "dim": dim, "window": window}, old)
     chosen = [schemes] if isinstance(schemes, Scheme | str | Mapping) else list(schemes)
     pictures = [pictures] if isinstance(pictures, str) else pictures
     if not chosen and old is None:
@@ -229,7 +233,8 @@ def _shape(
     if len(sources) > 1:
         raise OptionError(f"{' and '.join(sources)} are given, and each says the geometry: give one of them.")
     if model is None:
-        return geometry or sample_geometry(**given), old
+        sizes = {"length" if name == "window" else name: number for name, number in given.items()}
+        return geometry or sample_geometry(**sizes), old
     from hf_posswap.families.locating import locate
     from hf_posswap.families.sites import TokenTable
     from hf_posswap.patching.inspect.describe import describe_positions

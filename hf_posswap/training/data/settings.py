@@ -13,7 +13,6 @@ from hf_posswap.errors import ConfigError
 
 Packing = Literal["none", "documents", "concatenated", "pose", "random-positions"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
-PYTHON = "python"
 _LEAST_LENGTH = 4
 _MOST_TIMES = 1000
 

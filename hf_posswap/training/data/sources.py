@@ -10,8 +10,8 @@ from typing import Any
 from hf_posswap.errors import ConfigError
 from hf_posswap.text.files import GIVE, file_documents, files_below
 from hf_posswap.text.hub import hub_documents, hub_text, require_datasets
-from hf_posswap.text.stdlib import Document, python_corpus
-from hf_posswap.training.data.settings import PYTHON, DataSettings, Source
+from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
+from hf_posswap.training.data.settings import DataSettings, Source
 
 SPLITS = ("train", "validation", "test")
 """Splits of a data set to take, in this order, if none is named."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from hf_posswap.text.files import files_below
 from hf_posswap.text.hub import TEXT_FILES, hub_text
-from hf_posswap.text.stdlib import python_corpus
-from hf_posswap.training.data.settings import PYTHON, Source
+from hf_posswap.text.stdlib import PYTHON, python_corpus
+from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import SPLITS
 
 Say = Callable[[str], None]

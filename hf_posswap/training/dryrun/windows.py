@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_posswap.text.stdlib import PYTHON
 from hf_posswap.training.data import DataSettings, TokenData
 from hf_posswap.training.data.build import cut_data
 from hf_posswap.training.data.masking import Masking
-from hf_posswap.training.data.settings import PYTHON, Source
+from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.store import TokenStore
 
 _PACKED = 4
