@@ -51,6 +51,12 @@ def test_an_entry_says_what_planning_says() -> None:
     }
 
 
+def test_a_scheme_that_does_not_fit_the_rotation_of_a_class_is_refused_in_its_entry() -> None:
+    (entry,) = census(["GptOssForCausalLM"], every_scheme=True)  # by YaRN, which scales cos and sin
+    assert (entry.routes["rnope"], entry.routes["rope"]) == ("no", "native")
+    assert "rnope: rnope: the model's own rotation is not a plain one" in (entry.reason or "")
+
+
 @pytest.fixture(scope="module")
 def everything() -> list[ClassEntry]:
     """Return the whole census."""

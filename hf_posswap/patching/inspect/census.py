@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_posswap.errors import PosswapError, UnsupportedSwapError
+from hf_posswap.errors import PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.base import FAMILIES
 from hf_posswap.families.locating import locate
 from hf_posswap.families.refused import REFUSED
@@ -130,7 +130,7 @@ def _entry(name: str, model_types: tuple[str, ...], every_scheme: bool) -> Class
     for scheme, options in _schemes_to_plan(model, every_scheme).items():
         try:
             routes[scheme] = str(plan_swap(model, scheme, **options).route)
-        except UnsupportedSwapError as error:
+        except (UnsupportedSwapError, SchemeError) as error:  # a scheme may not fit the class's own rotation
             routes[scheme] = "no"
             reasons.setdefault(_reason(error, model), scheme)
     why = " ".join(f"{scheme}: {reason}" for reason, scheme in reasons.items())
