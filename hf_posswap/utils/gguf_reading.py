@@ -168,7 +168,7 @@ def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict
         config.query_pre_attn_scalar = (
             width if (architecture, config.num_hidden_layers) in _LARGEST else config.head_dim
         )
-    rope_parameters(path, config, rope, divisors)
+    rope_parameters(path, architecture, config, rope, divisors)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of the class, where the file names none
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= config.vocab_size:
             setattr(config, name, None)

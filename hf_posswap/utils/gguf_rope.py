@@ -33,11 +33,12 @@ _KINDS: dict[str, type[int] | type[float]] = {
 """Numbers of a rotation, and their kind as llama.cpp reads them."""
 
 
-def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+def rope_parameters(path: Path, architecture: str, config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Put the rotation that a file describes into `config`.
 
     Args:
         path: the file, for errors.
+        architecture: as llama.cpp calls it, for errors.
         config: of transformers, with the other keys of the file in it.
         keys: those of the architecture that begin with "rope.", which are taken out.
         tensors: those in `FACTOR_TENSORS`, by name.
@@ -67,7 +68,8 @@ def rope_parameters(path: Path, config: Any, keys: dict[str, Any], tensors: dict
         rope["partial_rotary_factor"] = turned / width
     rope |= _scaling(path, config, keys, tensors, theta, turned)
     if keys:
-        raise _refusal(path, config, _with_values(keys), "in which they have no place")
+        names = [f"{architecture}.{name}" for name in _with_values(keys)]
+        raise _refusal(path, config, names, "in which they have no place")
     config.rope_parameters = rope
     if hasattr(config, "original_max_position_embeddings"):  # of Phi-3, where it goes before that of rope_parameters
         config.original_max_position_embeddings = rope.get(

@@ -202,7 +202,7 @@ WRONG_NUMBERS = [
       "yarn_attn_factor", "yarn_ext_factor") for value in (math.nan, -1.0, 0.0, math.inf)),
     *(("rope.scaling.original_context_length", value) for value in (0, math.nan, 64.0, math.inf, True)),
     *(("rope.dimension_count", value) for value in (0, 16.0, math.nan, True)),
-    *(("attention.layer_norm_rms_epsilon", value) for value in (math.nan, -1e-5, 0.0, math.inf)),
+    *(("attention.layer_norm_rms_epsilon", value) for value in (math.nan, -1.0, 0.0, math.inf)),
 ]  # fmt: skip
 
 

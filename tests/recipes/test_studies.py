@@ -47,7 +47,8 @@ def flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 def test_every_recipe_has_a_row() -> None:
     launchers = {"base", "control"}
-    names = {path.stem for path in RECIPES.glob("*.yaml")} - launchers
+    too_long = {"prolong-64k", "ultralong-1b", "restore"}  # mixtures of billions of tokens; adapters of a large model
+    names = {path.stem for path in RECIPES.glob("*.yaml")} - launchers - too_long
     assert {row.name for row in ROWS} == names
 
 

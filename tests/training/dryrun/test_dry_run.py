@@ -424,7 +424,7 @@ def test_other_refusals(folders: dict[str, Path], tmp_path: Path, monkeypatch: p
         dry_run(recipe(folders["llama"]), accelerate=bad)
     with pytest.raises(OptionError, match="--processes is a whole number of at least 1, got 0"):
         dry_run(recipe(folders["llama"]), processes=0)
-    with pytest.raises(ConfigError, match="objective.kind embedding cannot be dry-run: next-token, masked and distill"):
+    with pytest.raises(ConfigError, match="objective.kind embedding cannot be dry-run: next-token, longce, masked"):
         dry_run(recipe(folders["bert"], objective={"kind": "embedding"}))
     zero = {"zero_optimization": {"stage": 2}}
     with pytest.raises(ConfigError, match="training.deepspeed: DeepSpeed's engine .* cannot be dry-run"):
