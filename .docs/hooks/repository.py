@@ -72,7 +72,7 @@ def address() -> str | None:
 
 
 def led_out(markdown: str, source: str, repository: str | None) -> str:
-    """Return the text of the file `source` for a reader who has that file alone, such as a notebook in Colab.
+    """Return the text of the file `source` for a reader of that file alone, such as a notebook or PyPI.
 
     A link to a file of the repository leads to its address, `repository`; without one it keeps its words and loses its
     target.
@@ -83,7 +83,8 @@ def led_out(markdown: str, source: str, repository: str | None) -> str:
         if "://" in link or link.startswith(("#", "mailto:")):
             return match[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-        return label if repository is None else f"{mark}[{label}]({repository}/blob/main/{file})"
+        kind = "raw" if mark else "blob"
+        return label if repository is None else f"{mark}[{label}]({repository}/{kind}/main/{file})"
 
     return "".join(part if part.startswith("```") else _LINK.sub(replaced, part) for part in _FENCE.split(markdown))
 

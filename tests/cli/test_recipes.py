@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.util
 import json
 import os
@@ -113,6 +114,20 @@ def test_the_wheel_holds_the_recipes_and_nothing_that_is_not_the_package(built: 
     assert {path.relative_to(ROOT).as_posix() for path in shipped} <= set(names)
     data = [path for kind in ("json", "css", "js") for path in (ROOT / "hf_posswap").rglob(f"*.{kind}")]
     assert {path.relative_to(ROOT).as_posix() for path in data} <= set(names)
+
+
+def test_the_readme_of_the_wheel_has_no_links_into_the_repository(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text, readme = str(metadata.get_payload()), (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert "](.docs/" in readme
+    assert "and more. It patches" in text or "/blob/main/.docs/pages/schemes.md). It patches" in text
 
 
 def test_the_source_archive_holds_what_its_wheel_is_built_from(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_a_notebook_that_is_opened_alone_has_no_links_into_a_folder(hooks: Any) 
     assert led_out("[a](../pages/schemes.md#rope)", ".docs/tutorial/adapt.py", address) == (
         f"[a]({address}/blob/main/.docs/pages/schemes.md#rope)"
     )
+    assert led_out("![c](x.png)", "README.md", address) == f"![c]({address}/raw/main/x.png)"
 
 
 def test_every_region_is_known_and_used(hooks: Any) -> None:
