@@ -28,6 +28,7 @@ import hf_posswap
 from hf_posswap.text.stdlib import python_corpus
 
 logging.disable_progress_bar()
+logging.set_verbosity_error()  # transformers warns of the loss of any GPT-2
 folder = Path(tempfile.mkdtemp())
 base = folder / "my-gpt2"
 example = Path(hf_posswap.__file__).parent / "quickstart" / "model"
@@ -96,10 +97,8 @@ assert phase["steps"] == 20
 # %%
 model = hf_posswap.load(finished.model).eval()
 trained, far = loss_of(model, 128), loss_of(model, 1024)
-print(
-    f"at 128 tokens: {before:.2f} base, {just_swapped:.2f} swapped, {trained:.2f} now"
-)
-print(f"at 1,024 tokens: {far:.2f}")
+print(f"at 128 tokens: {before:.2f} base, {just_swapped:.2f} just swapped")
+print(f"trained: {trained:.2f} at 128 tokens, {far:.2f} at 1,024")
 print(hf_posswap.swap_plan(model).adaptation)
 assert trained < (before + just_swapped) / 2  # more than half of the way back
 assert far < just_swapped

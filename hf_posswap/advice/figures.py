@@ -17,10 +17,10 @@ from hf_posswap.utils.result_views import ResultView
 FILE = "figures.json"
 Against = Literal["sliding window", "control in the window", "base in the window", "same tokens alone"]
 _COMPARISONS: dict[str, str] = {
-    "sliding window": "read at once, less the {who} sliding window over the same tokens",
-    "control in the window": "in the window, less a control that read as many tokens",
-    "base in the window": "in the window, less the untouched base",
-    "same tokens alone": "the last of {windows} windows after those before it, less the same tokens alone",
+    "sliding window": "read at once, minus the {who} sliding window over the same tokens",
+    "control in the window": "in the window, minus a control that read as many tokens",
+    "base in the window": "in the window, minus the untouched base",
+    "same tokens alone": "the last of {windows} windows after those before it, minus the same tokens alone",
 }
 
 

@@ -120,12 +120,22 @@ def test_the_tutorial_is_a_page_and_a_notebook_that_were_run(site: Path, pages: 
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert "error" not in {output["output_type"] for output in outputs}
-    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
     drawn = [output for output in outputs if "image/png" in output.get("data", {})]
     shown = [link for link in pages["tutorial.html"].fetched if "pictures/tutorial/positions-" in link]
     assert len(shown) == len(drawn) > 5
     assert all((site / link).is_file() for link in shown)
     assert "tutorial/positions.ipynb" in pages["tutorial.html"].links
+
+
+def test_notebooks_print_no_warnings_and_link_into_no_folder(site: Path) -> None:
+    notebooks = sorted((site / "tutorial").glob("*.ipynb"))
+    assert [path.stem for path in notebooks] == ["adapt", "compare", "positions", "swap"]
+    for path in notebooks:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        assert [output["text"] for output in outputs if output.get("name") == "stderr"] == [], path.name
+        prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        assert [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link] == [], path.name
 
 
 def test_what_is_generated_is_whole(site: Path, pages: dict[str, Html]) -> None:

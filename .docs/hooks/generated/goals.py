@@ -19,9 +19,9 @@ OF_RECIPES = tuple(
 _HEAD = (
     "recipe",
     "base, tokens, seeds",
-    "in the window: less the control, less the base",
+    "in the window: minus the control, minus the base",
     "far text: the last window after seven others, less alone",
-    "eight windows less the control's sliding window",
+    "eight windows minus the control's sliding window",
     "needles at four windows",
 )
 _SHOWN = ("from_control", "far_text", "from_sliding_control")
