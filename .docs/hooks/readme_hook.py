@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from repository import ROOT, address, led_out  # noqa: E402
 
 
-class ReadmeHook(MetadataHookInterface):  # type: ignore[misc]
+class ReadmeHook(MetadataHookInterface):
     """Sets the package's long description."""
 
     def update(self, metadata: dict[str, Any]) -> None:
