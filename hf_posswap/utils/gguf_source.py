@@ -179,12 +179,19 @@ def _converted(path: Path) -> str:
 
     folder = cache_folder(None) / "gguf" / _key(path) / _folder_name(path)
     if not (folder / NOTES).is_file():
-        with FileLock(writable_folder(folder.parent) / ".lock"):  # the others of several processes wait
-            if not (folder / NOTES).is_file():
-                with replacing(folder) as temporary:
-                    temporary.mkdir()
-                    lost = write_folder(path, temporary)
-                    write_json(temporary / NOTES, {"file": printable(path.name), "lost": [*map(printable, lost)]})
+        try:
+            with FileLock(writable_folder(folder.parent) / ".lock"):  # the others of several processes wait
+                if not (folder / NOTES).is_file():
+                    with replacing(folder) as temporary:
+                        temporary.mkdir()
+                        lost = write_folder(path, temporary)
+                        write_json(temporary / NOTES, {"file": printable(path.name), "lost": [*map(printable, lost)]})
+        except CheckpointError as error:
+            if str(folder.parent) not in str(error):
+                raise
+            raise CheckpointError(
+                f"{error} Converted GGUF files are cached there: set another folder by HF_POSSWAP_CACHE."
+            ) from error
     for sentence in read_object(folder / NOTES, lost=list)["lost"]:
         warnings.warn(f"{printable(path.name)}: {sentence}", UserWarning, stacklevel=3)
     return str(folder)

@@ -248,6 +248,16 @@ def test_a_key_whose_name_is_damaged_is_refused_by_it(name: str, wrong: str, tmp
         hf_posswap.load(edited(path, tmp_path / "changed.gguf", changed))
 
 
+def test_a_cache_that_cannot_be_written_says_how_to_set_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = written(tmp_path)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HF_POSSWAP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="cannot write to the folder .*set another folder by HF_POSSWAP_CACHE"):
+        hf_posswap.load(path)
+
+
 def test_keys_that_other_programs_add_are_left_alone(tmp_path: Path) -> None:
     path, model = written(tmp_path)
     keys = {

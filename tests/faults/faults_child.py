@@ -1,6 +1,6 @@
 """Runs in a process of its own: one act on a folder, and what came of it as one line of JSON.
 
-    python faults_child.py save|compare|store|text FOLDER SEED [ready]
+    python faults_child.py save|compare|store|text|use FOLDER SEED [ready]
 
 With "ready" it says so and waits for a line, so that another can stop it or begin at the same moment.
 """
@@ -64,7 +64,29 @@ def text(folder: Path, seed: int) -> Any:
         write_text(folder / "a.txt", str(seed) * 20_000)
 
 
-ACTS: dict[str, Callable[[Path, int], Any]] = {"save": save, "compare": compare_two, "store": store, "text": text}
+def use(folder: Path, seed: int) -> Any:
+    """What a user does from a model to its export and its measurements."""
+    swapped = hf_posswap.patch_model(model(seed), "sinusoidal", max_length=128)
+    hf_posswap.verify_swap(swapped)
+    swapped.save_pretrained(folder / "shards", max_shard_size="1KB")
+    hf_posswap.load(folder / "shards")
+    hf_posswap.save(swapped, folder / "model", tokenizer=byte_tokenizer())
+    hf_posswap.export(folder / "model", "llamacpp", folder / "model.gguf")
+    hf_posswap.export(folder / "model", "torch", folder / "model.pt2")
+    if not hf_posswap.check(folder / "model").ok:
+        raise AssertionError("the model that was saved is none")
+    hf_posswap.fit_bias(model(seed), "alibi", torch.randint(0, 250, (2, 64)))
+    compare_two(folder, seed)
+    hf_posswap.load(folder / "model.gguf")  # the only one that needs a cache
+
+
+ACTS: dict[str, Callable[[Path, int], Any]] = {
+    "save": save,
+    "compare": compare_two,
+    "store": store,
+    "text": text,
+    "use": use,
+}
 
 
 def main() -> None:

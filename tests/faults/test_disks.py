@@ -1,4 +1,7 @@
-"""A full disk and a read-only one, on file systems of their own: one clear error, and what was there stays."""
+"""A full disk, a read-only one and an image's layer, each a file system of its own, and a user without a home.
+
+One clear error, and what was there stays.
+"""
 
 from __future__ import annotations
 
@@ -128,3 +131,65 @@ def test_a_checkpoint_on_a_read_only_disk_is_loaded(tmp_path: Path, tally: Tally
     load = f"{sys.executable} -c 'import hf_posswap; hf_posswap.load(\"{tmp_path}/model\")'"
     within(tmp_path, "8m", act("save", tmp_path), f"mount -o remount,ro {tmp_path}", load)
     tally("read-only disk", 1, 1)
+
+
+@functools.cache
+def can_layer() -> bool:
+    """Return whether this user may put one folder over another, as containers have their images."""
+    steps = (
+        "mount -t tmpfs t /mnt && cd /mnt && mkdir a b c d && mount -t overlay o -o lowerdir=a,upperdir=b,workdir=c d"
+    )
+    try:
+        return subprocess.run(["unshare", "-Urm", "sh", "-c", steps], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def test_a_checkpoint_of_an_image_is_refused_as_a_place_and_stays(tmp_path: Path, tally: Tally) -> None:
+    """A folder of the layer below cannot be renamed: EXDEV."""
+    if not can_layer():
+        pytest.skip("this user may not mount layers")
+    listed = LISTED.format(place="layers")
+    lines = within(
+        tmp_path, "16m", f"cd {tmp_path}", "mkdir image own work layers", act("save", tmp_path / "image"),
+        act("text", tmp_path / "image"), "mount -t overlay o -o lowerdir=image,upperdir=own,workdir=work layers",
+        listed, "echo ---", act("save", tmp_path / "layers", 1), listed, "echo ---",
+        act("text", tmp_path / "layers", 1), f"{{ {act('save', tmp_path / 'layers' / 'new', 1)}; }}",
+        "head -c 3 layers/a.txt", "echo", "find layers -name '.posswap*' | wc -l",
+    )  # fmt: skip
+    first, one, refused, text, new = answers(lines)
+    assert [first, one, text, new] == [{"value": None}] * 4
+    assert refused["error"] == "CheckpointError"
+    assert "It is a mount point, or comes from a read-only layer below its file system" in refused["message"]
+    marks = [number for number, line in enumerate(lines) if line == "---"]
+    sums = [[line for line in part if "  layers" in line] for part in (lines[: marks[0]], lines[marks[0] : marks[1]])]
+    assert sums[0] == sums[1] != []
+    assert lines[-2:] == ["111", "0"]
+    tally("image layer", 3, 3)
+
+
+PLACES = {
+    "32 files": ["sh", "-c", 'ulimit -n 32; exec "$@"', "-"],
+    "no home": ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "HF_POSSWAP_CACHE", "unshare", "-U",
+                "--map-user=54321"],
+    "a home that is not there": ["env", "-u", "XDG_CACHE_HOME", "-u", "HF_POSSWAP_CACHE", "HOME=/proc/nobody"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_all_is_done_with_few_open_files_and_without_a_home(name: str, tmp_path: Path, tally: Tally) -> None:
+    if name == "no home" and not can_mount():
+        pytest.skip("this user may not be another one")
+    command = [*PLACES[name], sys.executable, str(CHILD), "use", str(tmp_path), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (answer,) = answers(done.stdout.splitlines())
+    if "home" in name:
+        assert answer["error"] == "CheckpointError"
+        assert "HF_POSSWAP_CACHE" in answer["message"]
+    else:
+        assert answer == {"value": None}
+    assert (tmp_path / "model.gguf").is_file()
+    assert (tmp_path / "out" / "results.json").is_file()
+    assert not (tmp_path / "~").exists()
+    tally(name, 1, 1)
