@@ -184,8 +184,11 @@ class PosswapCommand(_OneLine, OneNameCommand):
     """A command that reports an error as one line on stderr and an exit code."""
 
 
-def script(command: Callable[..., None]) -> typer.Typer:
-    """Wrap `command` as a standalone application with the error handling and exit codes of `posswap`.
+def script(*commands: Callable[..., None]) -> typer.Typer:
+    """Wrap `commands` as a standalone application with the error handling and exit codes of `posswap`.
+
+    Args:
+        commands: one, or several, which the first argument then names.
 
     Example:
         >>> def main(count: int) -> None:
@@ -196,7 +199,8 @@ def script(command: Callable[..., None]) -> typer.Typer:
         (4, 'error: 3 documents are too few.\\n')
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(cls=PosswapCommand)(command)
+    for command in commands:
+        app.command(cls=PosswapCommand)(command)
     return app
 
 

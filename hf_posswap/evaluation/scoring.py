@@ -17,6 +17,7 @@ from torch.nn import functional
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NumericError
 from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.patching.plan.plan_swap import unwrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,11 +33,12 @@ class Scorer:
     after its last hidden state than the known scalings is scored from its own logits, which takes more memory.
 
     Args:
-        model: a causal model with an output head, patched or not.
+        model: a causal model with an output head, patched or not, with PEFT adapters or without.
         chunk: tokens whose logits are held at once, over all rows of a batch.
         prefill: tokens of one forward; longer sequences are read in chunks with a cache. None: always one forward.
 
     Raises:
+        UnsupportedSwapError: it is no transformers model, or has virtual tokens of PEFT's prompt learning.
         DataError: the model has no output head or is not causal, a number is below 1, or `prefill` is given for a
             model whose losses depend on the total length.
 
@@ -51,6 +53,7 @@ class Scorer:
         if chunk < 1 or (prefill is not None and prefill < 1):
             name, given = ("chunk", chunk) if chunk < 1 else ("prefill", prefill)
             raise DataError(f"{name} is a number of tokens, at least 1, got {given}.")
+        model = unwrap(model)  # PEFT's base_model is no decoder
         if model.get_output_embeddings() is None:
             raise DataError(f"{type(model).__name__} has no output head to score tokens with: load it as a causal LM.")
         reach = reach_of(model)

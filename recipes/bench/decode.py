@@ -46,7 +46,7 @@ def _copies(scheme: str, past: int, smoke: bool, **options: Any) -> Case:
 
 def step_after(model: Any, past: int) -> Callable[[], Any]:
     """Return a function that runs one step of `model` after `past` tokens, repeatedly."""
-    ids = torch.randint(0, 512, (1, past + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 512, (1, past + 1), generator=torch.Generator().manual_seed(0)).to(model.device)
     with torch.no_grad():
         cache = cache_in(model(ids[:, :past], use_cache=True))
 

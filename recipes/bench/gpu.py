@@ -21,12 +21,14 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read
 from hf_posswap.kernels.merge import attend_regions
 from hf_posswap.rope_math import Frequencies, cos_sin, default_inv_freq, rotate
+from recipes.bench.decode import step_after
 from recipes.bench.harness import Case, with_gradients
-from recipes.bench.models import llama
+from recipes.bench.models import llama, smollm2
 from recipes.bench.train import step
 
 NO_MOD, FLASH = "flex without a mod", "one fused causal call"
 THEIRS = "model(ids, labels=ids)"
+STOCK = "stock"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
@@ -43,6 +45,26 @@ def cases(smoke: bool) -> Iterator[Case]:
         yield _pieces(device, length)
     yield _training(device, small)
     yield _perplexity(device, small)
+    for scheme in ("yarn", "self_extend", "dual_chunk", "alibi"):
+        for length in (96,) if small else (4096, 16384):
+            yield from _reading(scheme, device, length, small)
+
+
+def _reading(scheme: str, device: str, length: int, small: bool) -> Iterator[Case]:
+    """Yield reading a text at once, and one token after it, by a swapped model of SmolLM2's shape and the stock one."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    ways: dict[str, Any] = {"ours": smollm2(small, scheme=scheme), STOCK: smollm2(small)}
+    models = {way: model.to(device, dtype) for way, model in ways.items()}
+    ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def read(model: Any) -> Callable[[], Any]:
+        return lambda: model.base_model(ids, use_cache=False).last_hidden_state
+
+    settings: dict[str, Any] = {"tolerance": None, "device": device, "repetitions": 7}
+    texts = {way: read(model) for way, model in models.items()}
+    yield Case(f"a text of {length}, {scheme}", texts, {STOCK: 1.1 if scheme == "yarn" else 2.0}, **settings)
+    steps = {way: step_after(model, length) for way, model in models.items()}
+    yield Case(f"one token after {length}, {scheme}", steps, {STOCK: 1.1}, **settings)
 
 
 def _noise(device: str, *shape: int) -> Tensor:

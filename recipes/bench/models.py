@@ -44,3 +44,18 @@ def llama(smoke: bool, vocabulary: int = 32_000) -> Any:
         num_key_value_heads=4, intermediate_size=3 * width, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def smollm2(smoke: bool, *, scheme: str | None = None, positions: int = 32768) -> Any:
+    """Return a Llama of the shape of SmolLM2-135M, its rotation replaced by `scheme` if given, for `positions`."""
+    torch.manual_seed(0)
+    width, layers, vocabulary = (36, 1, 512) if smoke else (576, 30, 49152)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, intermediate_size=width * 8 // 3, max_position_embeddings=8192, rope_theta=100_000.0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    if scheme is not None:
+        patch_model(model, scheme, max_length=positions)
+    return model

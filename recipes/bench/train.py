@@ -28,6 +28,7 @@ def step(model: torch.nn.Module, batch: int, length: int) -> Callable[[], None]:
     """Return a step of AdamW on random tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, 512, (batch, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(model.parameters()).device)
 
     def run() -> None:
         with torch.enable_grad():

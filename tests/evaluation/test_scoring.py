@@ -84,6 +84,20 @@ def test_a_swapped_model_is_scored_as_it_runs(gpt2: PreTrainedModel, scheme: str
         assert token_nll(gpt2, ids).mean().item() == pytest.approx(gpt2(ids, labels=ids).loss.item(), abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_of_peft_are_scored_with_the_chunked_head(gpt2: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    patch_model(gpt2, "alibi")
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    adapted = peft.get_peft_model(gpt2, config).eval()
+    ids = torch.arange(1, 25)[None]
+    scorer = Scorer(adapted, chunk=5)
+    assert scorer.chunked
+    with torch.no_grad():
+        expected = adapted(ids, labels=ids).loss
+    torch.testing.assert_close(scorer.nll(ids).mean(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2 with soft-capped logits"])
 @pytest.mark.parametrize("prefill", [1, 7, 16, 40])
 def test_reading_in_pieces_gives_the_same_losses(name: str, prefill: int) -> None:

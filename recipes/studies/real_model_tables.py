@@ -1,0 +1,198 @@
+"""The tables of `recipes.studies.real_model`, in Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_posswap.evaluation import effective_length, wilson_interval
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
+from hf_posswap.utils.format import interval_text
+from recipes.studies.measuring import difference, intervals_said
+
+BASE, SLIDING, CONTROL = "base", "sliding window", "control, sliding window"
+CHOICE = "continuation"
+"""The task of choosing a passage's continuation among four."""
+
+Units = Sequence[Mapping[str, Any]]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Return the results of one of the three studies as Markdown."""
+    tables = {"beyond": _beyond, "tasks": _tasks, "within": _within}
+    title = {
+        "beyond": "beyond its window",
+        "tasks": "asked for what stands far back",
+        "within": "with other mechanisms, in its window",
+    }[result["study"]]
+    model, units = result["model"], result["units"]
+    lines = [
+        f"# {model['name']} {title}",
+        "",
+        f"{model['parameters'] / 1e6:.0f} M parameters, window {model['window']}, {result['dtype']}; "
+        f"{versions_of(units)}.",
+        "",
+        *tables[result["study"]](result, units),
+        "",
+        cost_of(units),
+        "",
+        f"    {result['command']}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def versions_of(units: Units) -> str:
+    """Return the versions that the units were measured with, and on what.
+
+    Example:
+        >>> versions_of([{"versions": {"torch": "2.13.0", "transformers": "5.24.0"}, "on": "cpu"}] * 2)
+        'torch 2.13.0, transformers 5.24.0, on cpu'
+    """
+    seen = [f"{kind} {_and(unit['versions'][kind] for unit in units)}" for kind in ("torch", "transformers")]
+    return f"{', '.join(seen)}, on {_and(unit['on'] for unit in units)}"
+
+
+def cost_of(units: Units) -> str:
+    """Return what measuring took, in all."""
+    by_machine: dict[str, float] = {}
+    for unit in units:
+        by_machine[unit["on"]] = by_machine.get(unit["on"], 0.0) + unit["seconds"]
+    spent = (f"{seconds / 3600:.2f} hours on {machine}" for machine, seconds in by_machine.items())
+    return f"Measuring took {_and(spent)}, without training."
+
+
+def _and(words: Iterable[str]) -> str:
+    return " and ".join(sorted(set(words)))
+
+
+def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
+    """Return loss by range of positions, and differences from the base and its sliding window."""
+    window, length, block = result["model"]["window"], result["length"], result["block"]
+    books = _by(units, "reader", "nll")
+    ranges = [(0, window // 4), (window // 4, window // 2), (window // 2, window)]
+    ranges += [(at, min(at + window // 2, length)) for at in range(window, length, window // 2)]
+    ranges = [(start, stop) for start, stop in ranges if start // block < stop // block]
+    names = [f"{start // 1024}-{stop // 1024}k" for start, stop in ranges]
+    lines = [
+        f"The first {length} tokens of documents of {result['texts']}, nats a token by position. "
+        f"{intervals_said(result)} Trained ones read {result['tokens']:,} tokens.",
+        "",
+        *_head(["reader", "documents", *names]),
+    ]
+    for name, losses in books.items():
+        means = np.stack(list(losses.values()))  # [N, blocks]
+        cells = (f"{means[:, start // block : stop // block].mean():.3f}" for start, stop in ranges)
+        lines.append(_row([name, str(len(losses)), *cells]))
+    for other in (BASE, SLIDING, CONTROL):
+        if other not in books:
+            continue
+        lines += ["", f"Less the {other}, on the same documents; below 0 is better:", ""]
+        lines += _head(["reader", "documents", *names])
+        for name, losses in books.items():
+            both = [key for key in losses if key in books[other]]
+            if name != other and both:
+                cells = [_less(books[other], losses, both, start // block, stop // block) for start, stop in ranges]
+                lines.append(_row([name, str(len(both)), *cells]))
+    return lines
+
+
+def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
+    """Return right answers by task and length, and the effective length of each reader."""
+    lines = [
+        f"Swaps for {result['reach']} tokens; {result['samples']} prompts of each task and length; trained ones read "
+        f"{result['tokens']:,} tokens. Percent of the answers that are right, teacher-forced.",
+    ]
+    tasks = list(dict.fromkeys(unit["task"] for unit in units))
+    for task in tasks:
+        rows = [unit for unit in units if unit["task"] == task]
+        lengths = sorted({unit["length"] for unit in rows})
+        lines += ["", f"{task}:", "", *_head(["reader", *(f"{length}" for length in lengths)])]
+        for reader in dict.fromkeys(unit["reader"] for unit in rows):
+            found = {unit["length"]: unit["scores"] for unit in rows if unit["reader"] == reader}
+            lines.append(_row([reader, *(_percent(found.get(length)) for length in lengths)]))
+    pooled: dict[str, dict[int, list[float]]] = {}
+    for unit in units:
+        if unit["task"] != CHOICE:
+            pooled.setdefault(unit["reader"], {}).setdefault(unit["length"], []).extend(unit["scores"])
+    lines += ["", "All retrieval tasks, with Wilson's 95 % interval, and the effective length (85 % of its own first):"]
+    lengths = sorted({length for found in pooled.values() for length in found})
+    lines += ["", *_head(["reader", *map(str, lengths), "effective length"])]
+    for reader, found in pooled.items():
+        counts = {length: (round(sum(scores)), len(scores)) for length, scores in found.items()}
+        cells = [_share(*counts[length]) if length in counts else "-" for length in lengths]
+        reached = effective_length(counts)
+        lines.append(_row([reader, *cells, str(reached.length) if reached.no_verdict is None else "no verdict"]))
+    return lines
+
+
+def _within(result: Mapping[str, Any], units: Units) -> list[str]:
+    """Return the loss above the base's, the share of the base that is kept, and the tasks, by tokens of training."""
+    losses: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    scores: dict[tuple[str, int, str], dict[str, list[float]]] = {}
+    for unit in units:
+        key = (unit["mechanism"], unit["tokens"], unit["dtype"])
+        if "nll" in unit:
+            losses.setdefault(key, []).append(unit)
+        else:
+            scores.setdefault(key, {})[unit["task"]] = unit["scores"]
+    tasks = list(dict.fromkeys(unit["task"] for unit in units if "task" in unit))
+    lines = [
+        f"Windows of {result['short']} tokens, {result['windows']} of each document of {result['texts']}. "
+        f"{intervals_said(result)} Kept: the base's perplexity over the model's. Tasks: percent right.",
+        "",
+        *_head(["mechanism", "tokens", "rate", "dtype", "documents", "nats a token", "above the base", "kept", *tasks]),
+    ]
+    for key, own in losses.items():
+        name, tokens, dtype = key
+        before = {unit["document"]: float(np.mean(unit["nll"])) for unit in losses.get((BASE, 0, dtype), ())}
+        after = {unit["document"]: float(np.mean(unit["nll"])) for unit in own}
+        both = [document for document in after if document in before]
+        if not both:
+            continue
+        old, new = (np.array([means[document] for document in both]) for means in (before, after))
+        rate = f"{own[0]['rate']:g}" if "rate" in own[0] else ""
+        kept = math.exp(old.mean() - new.mean())
+        cells = [name, f"{tokens:,}", rate, dtype, str(len(both)), f"{new.mean():.4f}", _change(old, new, ".4f")]
+        lines.append(_row([*cells, f"{kept:.1%}", *(_percent(scores.get(key, {}).get(task)) for task in tasks)]))
+    return lines
+
+
+def _by(units: Units, name: str, value: str) -> dict[str, dict[str, np.ndarray]]:
+    grouped: dict[str, dict[str, np.ndarray]] = {}
+    for unit in units:
+        grouped.setdefault(unit[name], {})[unit["document"]] = np.array(unit[value])
+    return grouped
+
+
+def _less(
+    before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], documents: Sequence[str], start: int, stop: int
+) -> str:
+    old, new = (np.array([books[key][start:stop].mean() for key in documents]) for books in (before, after))
+    return _change(old, new, ".3f")
+
+
+def _change(old: np.ndarray, new: np.ndarray, digits: str) -> str:
+    if len(old) < LEAST_DOCUMENTS:
+        return f"{(new - old).mean():+{digits}}"
+    change = difference(old, new)
+    return f"{change['difference']:+{digits}} [{interval_text(change, f'+{digits}', ', ')}]"
+
+
+def _percent(scores: Sequence[float] | None) -> str:
+    return "-" if not scores else f"{100 * sum(scores) / len(scores):.0f}"
+
+
+def _share(right: int, count: int) -> str:
+    low, high = wilson_interval(right, count)
+    return f"{100 * right / count:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def _head(cells: Sequence[str]) -> list[str]:
+    return [_row(cells), _row(["---"] * len(cells))]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
