@@ -111,8 +111,11 @@ def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, lengt
     of_key = 2 * _SCORE_COPIES * heads * min(rows, BLOCK)  # in blocks of queries
     if not (kernels and _merges(mechanism, model, rows * length)):
         return of_key * length
-    assert mechanism.regions is not None
-    at_work = sum(not region.is_ahead for region in mechanism.regions)
+    if mechanism.splits_queries:
+        at_work = 1  # one piece after another
+    else:
+        assert mechanism.regions is not None
+        at_work = sum(not region.is_ahead for region in mechanism.regions)
     turned = _TURN_COPIES * at_work * heads * mechanism.head_dim * (rows + length)
     return max(turned, of_key * _by_formula(rows, length) // rows)
 
@@ -120,7 +123,11 @@ def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, lengt
 def _merges(mechanism: Mechanism, model: Any, pairs: int) -> bool:
     """Return whether "auto" uses fused calls for a mechanism by region, also with padding, packing or a cache."""
     at_work = mechanism.backend == "auto" and attention_implementation(model.config) == "sdpa"
-    if not at_work or pairs < MIN_QK_PAIRS or mechanism.regions is None or not mergeable(mechanism.regions):
+    if not at_work or pairs < MIN_QK_PAIRS:
+        return False
+    if mechanism.splits_queries:
+        return True
+    if mechanism.regions is None or not mergeable(mechanism.regions):
         return False
     return all(region.size == 1 or pairs <= (MOST_CALLS * region.size) ** 2 for region in mechanism.regions)
 

@@ -50,6 +50,36 @@ class Region(NamedTuple):
         return above_low if self.high is None else above_low & (apart < self.high)
 
 
+class OfQueries(NamedTuple):
+    """The pairs of a query at low <= i < high and any key.
+
+    Attributes:
+        low: the first position of a query; None: no bound.
+        high: the one after the last; None: no bound.
+    """
+
+    low: int | None
+    high: int | None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether each key is after its query: no."""
+        return False
+
+    def holds(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the mask of the pairs of positions, broadcast against each other, that are in it.
+
+        Example:
+            >>> import torch
+            >>> OfQueries(low=4, high=6).holds(torch.tensor([[3], [4], [6]]), torch.tensor([0, 9])).tolist()
+            [[False, False], [True, True], [False, False]]
+        """
+        held = key == key
+        if self.low is not None:
+            held = held & (query >= self.low)
+        return held & (query == query if self.high is None else query < self.high)
+
+
 def mergeable(regions: Sequence[Region]) -> bool:
     """Return whether `attend_regions` supports `regions`, and they contain every pair exactly once."""
     sizes = {region.size for region in regions}
@@ -83,15 +113,33 @@ def attend_regions(
     return attend(pairs, value, region_calls(regions, seen), scaling=scaling)
 
 
-def region_calls(regions: Sequence[Region], segments: Sequence[Segment]) -> tuple[Call, ...]:
+def region_calls(regions: Sequence[Region | OfQueries], segments: Sequence[Segment]) -> tuple[Call, ...]:
     """Return the calls that score the pairs in `segments`, with the rotated pair of each region."""
     return arranged(
         Call.of(tile, pair, segment.rows)
         for segment in segments
         for pair, region in enumerate(regions)
         if not region.is_ahead or segment.distances[0] < 0
-        for tile in (_by_distance if region.size == 1 else _by_chunk)(segment, region)
+        for tile in _tiles(segment, region)
     )
+
+
+def _tiles(segment: Segment, region: Region | OfQueries) -> Iterator[Tile]:
+    if isinstance(region, OfQueries):
+        return _by_query(segment, region)
+    return (_by_distance if region.size == 1 else _by_chunk)(segment, region)
+
+
+def _by_query(segment: Segment, region: OfQueries) -> Iterator[Tile]:
+    """Yield the tiles for the keys that the queries of a region see."""
+    start, stop = segment.queries
+    at = segment.start + segment.apart  # position of the first query
+    begin = start if region.low is None else max(start, start + region.low - at)
+    end = stop if region.high is None else min(stop, start + region.high - at)
+    back = begin - start  # the tiles count queries from `begin`
+    first = None if segment.first is None else segment.first + back
+    last = None if segment.last is None else segment.last + back
+    yield from tiles((begin, end), segment.keys, first, last)
 
 
 def _by_distance(segment: Segment, region: Region) -> Iterator[Tile]:

@@ -112,6 +112,9 @@ class LongRope(DynamicRope):
     def bucket(self, positions: Tensor) -> Tensor:
         return (positions >= self.filled("original_length")).long()
 
+    def first_of(self, bucket: int) -> int | None:
+        return self.filled("original_length") if bucket == 1 else None
+
     def bucket_length(self, bucket: int) -> int:
         return self.filled("original_length") + bucket
 

@@ -37,6 +37,8 @@ class Mechanism(nn.Module):
     """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: the bias has another form."""
     regions: tuple[Region, ...] | None = None
     """The regions of the pieces, where they are fixed; None: they follow the input, or there are none."""
+    splits_queries: bool = False
+    """Where it splits: whether the position of the query alone tells the piece, an `OfQueries`."""
     backend: str = "auto"
     """How attention with this mechanism is computed: see `set_backend`."""
     splits: bool = False

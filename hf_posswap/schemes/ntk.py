@@ -129,6 +129,9 @@ class Dynamic(DynamicRope, StretchedBase):
         beyond = positions + 1 - self.filled("original_length")  # tokens past L
         return (beyond.clamp(min=0) + self.filled("step") - 1) // self.filled("step")
 
+    def first_of(self, bucket: int) -> int | None:
+        return self.filled("original_length") + (bucket - 1) * self.filled("step")
+
     def bucket_length(self, bucket: int) -> int:
         return self.filled("original_length") + bucket * self.filled("step")
 

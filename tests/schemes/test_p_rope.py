@@ -86,6 +86,15 @@ def test_it_keeps_the_width_that_partial_narrows(geometry: Geometries) -> None:
     assert inv_freq[8:].tolist() == [0.0] * 8
 
 
+def test_a_narrower_rotation_is_not_taken_for_a_share_of_pairs() -> None:
+    shape = Geometry(32, 4, 4, 32, 2, 64, True, 32, "half", 10000.0)
+    with pytest.raises(SchemeError, match=r"partial=0.5 narrows the rotation .* Give p=0.5 in its place"):
+        PRope(partial=0.5).resolve(shape, None)
+    narrow = PRope(p=0.5, partial=0.5).resolve(shape, None)
+    assert (narrow.p, narrow.partial) == (0.5, 0.5)
+    assert PRope(p=0.5).resolve(shape, None).resolve(shape, None).p == 0.5  # a resolved scheme names both
+
+
 def test_only_the_paper_s_selection_is_native() -> None:
     for select, route in (("first", "native"), ("last", "plugin"), ("uniform", "plugin")):
         model = LlamaForCausalLM(llama())

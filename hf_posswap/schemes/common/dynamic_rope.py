@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.merge import OfQueries
 from hf_posswap.rope_math import CosSin
 from hf_posswap.schemes.base import Traits
 from hf_posswap.schemes.common import checks
@@ -97,6 +98,10 @@ class DynamicRope(ScaledRotary):
         """Return the index, from 0, of the distinct length of a query at `positions`."""
         raise NotImplementedError
 
+    def first_of(self, bucket: int) -> int | None:
+        """Return the first position of the queries of `bucket`, at least 1; None: there is no such bucket."""
+        raise NotImplementedError
+
     def bucket_length(self, bucket: int) -> int:
         """Return the length, in tokens, whose angles the queries of `bucket` take."""
         raise NotImplementedError
@@ -105,21 +110,11 @@ class DynamicRope(ScaledRotary):
         return ByQueryMechanism(self, geometry) if self.follow == "query" else RotaryMechanism(self, geometry)
 
 
-@dataclass(frozen=True)
-class OfBucket:
-    """The pairs whose query falls into `bucket`."""
-
-    scheme: DynamicRope
-    bucket: int
-
-    def holds(self, query: Tensor, key: Tensor) -> Tensor:
-        return (self.scheme.bucket(query) == self.bucket) & (key == key)
-
-
 class ByQueryMechanism(RotaryMechanism):
     """Splits attention by the lengths of its queries."""
 
     splits = True
+    splits_queries = True
     rotates = False
     scheme: DynamicRope
 
@@ -145,7 +140,7 @@ class ByQueryMechanism(RotaryMechanism):
                 query=self._turn(bucket, query_positions),
                 key=None if copied else self._turn(bucket, key_positions),
                 layout=self.layout,
-                pairs=OfBucket(self.scheme, bucket),
+                pairs=OfQueries(self.scheme.first_of(bucket) if bucket else None, self.scheme.first_of(bucket + 1)),
                 copy=bucket if copied else 0,
                 keys_per_token=self.keys_per_token if copied else 1,
             )

@@ -56,7 +56,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
         ('row', 'row_windowed', 'hankel', 'flex', 'chunked', 'plain')
     """
     if mechanism.splits:
-        known = mechanism.regions is not None and mergeable(mechanism.regions)
+        known = mechanism.splits_queries or (mechanism.regions is not None and mergeable(mechanism.regions))
         return ("merge", "plain") if known else ("plain",)
     if not mechanism.biases:
         return ()
@@ -83,7 +83,7 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
         return device_type(request.query) == "cuda" and request.pairs >= MIN_FLEX_QK_PAIRS
     if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
         return request.query.shape[0] * request.query.shape[1] * request.pairs >= LARGE_BIAS
-    if name == "merge":
+    if name == "merge" and not request.mechanism.splits_queries:
         assert request.mechanism.regions is not None
         return all(region.size == 1 or request.pairs <= (MOST_CALLS * region.size) ** 2
                    for region in request.mechanism.regions)  # fmt: skip

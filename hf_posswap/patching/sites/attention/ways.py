@@ -6,6 +6,7 @@ blocks and added to the kernel's output: no query is in both.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,18 +78,30 @@ def _chunked(request: Request, pieces: Pieces) -> Tensor:
 
 def _merge(request: Request, pieces: Pieces) -> Tensor:
     division, regions = _division(request, "merge"), request.mechanism.regions
+    all_pieces, by_query = pieces(), request.mechanism.splits_queries
+    if by_query:
+        regions = tuple(piece.pairs for piece in all_pieces)
     assert regions is not None
     numbers, calls = request.shared(
-        ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
+        ("merge calls", id(division), regions), lambda: numbered_anew(region_calls(regions, division.fast))
     )
-    queries, keys = request.query.shape[2], request.key.shape[2]
+    queries, keys, value = request.query.shape[2], request.key.shape[2], as_attended(request.value)
     turned: dict[Any, Tensor] = {}  # regions may share their keys
-    all_pieces, pairs = pieces(), []
-    for piece in (all_pieces[number] for number in numbers):
+    pairs: list[tuple[Tensor, Tensor]] = []
+    out: Tensor | None = None
+    for index, piece in enumerate(all_pieces[number] for number in numbers):
         if piece.key_identity not in turned:
             turned[piece.key_identity] = as_attended(piece.rotate_key(request.key, 0, keys))
-        pairs.append((as_attended(piece.rotate_query(request.query, 0, queries)), turned[piece.key_identity]))
-    out = attend_calls(pairs, as_attended(request.value), calls, scaling=request.scaling)
+        pair = as_attended(piece.rotate_query(request.query, 0, queries)), turned[piece.key_identity]
+        if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
+            own = tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == index)
+            part = attend_calls([pair], value, own, scaling=request.scaling)
+            out = part if out is None else out + part
+            turned.clear()
+        else:
+            pairs.append(pair)
+    if out is None:
+        out = attend_calls(pairs, value, calls, scaling=request.scaling)
     for segment in division.rest:
         out = _with_split(request, out, segment, all_pieces)
     return out

@@ -18,6 +18,7 @@ from hf_posswap.kernels import fused
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import backends_of
 from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.ntk import Dynamic
 from tests.contract.models import build
 from tests.contract.pairs import NOISE, gap, logits, words
 from tests.patching.sites.attention.encoders import swapped_bert
@@ -36,6 +37,9 @@ WAYS = [
     *((Blend(new=Alibi(), weight=0.5), {}, way) for way in ("row", "hankel", "chunked")),
     (PerLayer(layers={0: "alibi", 1: "self_extend"}), {}, "row"),
     (PerLayer(layers={0: "t5", 1: "dual_chunk"}), {}, "merge"),
+    *(("dynamic", {"follow": "query", "factor": 4.0, "step": step}, "merge") for step in (None, 5)),
+    (PerLayer(layers={n: Dynamic(follow="query", factor=4.0, step=5 + n) for n in (0, 1)}), {}, "merge"),
+    (PerLayer(layers={0: "dual_chunk", 1: "self_extend"}), {}, "merge"),
 ]  # fmt: skip
 IDS = torch.arange(2 * LENGTH).view(2, LENGTH).mul(7).remainder(61) + 3
 
@@ -250,6 +254,15 @@ def test_auto_takes_the_fastest_from_a_length_on(spy: Spy, monkeypatch: pytest.M
         assert spy.seen() == ({"chunked"} if scheme == "fire" else {"plain"}), "padding inside leaves gaps"
         monkeypatch.undo()
         spy.__init__(monkeypatch)  # type: ignore[misc]
+
+
+def test_two_lists_of_longrope_merge_by_query(spy: Spy) -> None:
+    model = swapped("longrope", {"follow": "query", "long_factor": [2.0, 3.0, 4.0, 5.0]})
+    for mask in (None, torch.ones_like(IDS).index_fill(1, torch.arange(9), 0)):
+        expected = run(model, "plain", attention_mask=mask)
+        spy.seen()
+        assert (run(model, "merge", attention_mask=mask) - expected)[:, 9:].abs().max() < EXACT  # pads see nothing
+        assert spy.seen() == {"merge"}
 
 
 def test_dropout_is_honoured_by_the_plain_way(spy: Spy) -> None:
