@@ -12,7 +12,7 @@ from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
 from hf_posswap.families.images import PatchTable, image_geometry, patch_table, refuse_other_tables
 from hf_posswap.families.measuring import causal_of, geometry_of
-from hf_posswap.families.modules import get, has_buffer, join, matching, table_at, who
+from hf_posswap.families.modules import get, has_buffer, join, matching, module_paths, table_at, who
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
 from hf_posswap.families.sites import Sites, Stack, TokenTable
@@ -204,19 +204,19 @@ def _table_offset(table: TableSpec, root: nn.Module) -> int:
 
 def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:
     """Refuse a model with a rotary module or a position table that its family does not list."""
-    claimed: set[str] = set()
+    claimed: set[nn.Module | None] = set()
     attention = tuple(f"{path}." for stack in sites.stacks for path in stack.attention)
     for stack in sites.stacks:
-        claimed |= set(stack.rotary)
+        claimed |= {get(model, path) for path in stack.rotary}
         if isinstance(stack.table, PatchTable):
-            claimed.add(stack.table.path.rpartition(".")[0])
+            claimed.add(get(model, stack.table.path.rpartition(".")[0]))
             refuse_other_tables(model, stack.table.path, kept, sites.family.name)
         elif stack.table is not None:
-            claimed.add(stack.table.path)
-    for path, module in model.named_modules():
+            claimed.add(get(model, stack.table.path))
+    for path, module in module_paths(model):
         leaf = path.rsplit(".", 1)[-1]
         table_like = isinstance(module, nn.Embedding) and ("position" in leaf or leaf in {"wpe", "pos_embed"})
-        mentioned = path in claimed or any(path == parent or path.startswith(f"{parent}.") for parent in kept)
+        mentioned = module in claimed or any(path == parent or path.startswith(f"{parent}.") for parent in kept)
         computed = "PositionalEmbedding" in type(module).__name__ or (
             "RotaryEmbedding" in type(module).__name__
             and path.startswith(attention)  # which provides angles to no other module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -62,7 +62,7 @@ class CarriedModule:
 
 
 def matching(root: nn.Module, pattern: str) -> list[str]:
-    """Return the paths below `root` that match `pattern` (see `Family.attention`), in module order."""
+    """Return the paths below `root` that match `pattern` (see `Family.attention`), one of each module, in order."""
     wanted = pattern.split(".")
 
     def matches(path: str) -> bool:
@@ -71,12 +71,44 @@ def matching(root: nn.Module, pattern: str) -> list[str]:
             w == "*" or p in w.split("|") for w, p in zip(wanted, segments, strict=True)
         )
 
-    return [path for path, _ in root.named_modules() if matches(path)]
+    found = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if matches(path):
+            found.setdefault(id(module), path)
+    return list(found.values())
+
+
+def module_paths(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module below `root` once, at its shortest path.
+
+    Other packages register a module of the model a second time, in a place that comes first: kvpress leaves the
+    model's rotary module in each attention module.
+
+    Example:
+        >>> root = nn.Module()
+        >>> root.layer, root.rotary = nn.Linear(2, 2), nn.Identity()
+        >>> root.layer.rotary = root.rotary
+        >>> [path for path, _ in root.named_modules()], [path for path, _ in module_paths(root)]
+        (['', 'layer', 'layer.rotary'], ['', 'layer', 'rotary'])
+    """
+    shortest: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        known = shortest.get(id(module))
+        if known is None or path.count(".") < known[0].count("."):
+            shortest[id(module)] = path, module
+    yield from shortest.values()
+
+
+def replace_everywhere(root: nn.Module, path: str, new: nn.Module) -> None:
+    """Put `new` in the place of the module at `path` below `root`, under each name that this module has."""
+    old = root.get_submodule(path)
+    for name in [name for name, module in root.named_modules(remove_duplicate=False) if module is old]:
+        root.set_submodule(name, new)
 
 
 def paths_of(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
     """Return the paths below `root` of the modules that `wanted` accepts."""
-    return [path for path, module in root.named_modules() if wanted(module)]
+    return [path for path, module in module_paths(root) if wanted(module)]
 
 
 def get(root: nn.Module, path: str) -> nn.Module | None:

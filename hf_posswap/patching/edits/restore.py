@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_fake import holds_values
-from hf_posswap.families.modules import owner_of
+from hf_posswap.families.modules import owner_of, replace_everywhere
 from hf_posswap.patching.edits.edit import Saved
 
 
 def replace_child(model: nn.Module, path: str, new: nn.Module, saved: Saved) -> None:
     """Replace the module at `path` by `new`."""
     saved["child"] = model.get_submodule(path)
-    model.set_submodule(path, new)
+    replace_everywhere(model, path, new)
 
 
 def restore_child(model: nn.Module, path: str, saved: Saved) -> None:
@@ -36,7 +36,7 @@ def restore_child(model: nn.Module, path: str, saved: Saved) -> None:
             parameter.data = parameter.data.to(substitute.dtype)
         if "weights" in dict(module.named_buffers(recurse=False)):  # a computed table
             module.weights = module.weights.to(substitute.dtype)
-    model.set_submodule(path, module)
+    replace_everywhere(model, path, module)
 
 
 def replace_buffer(model: nn.Module, path: str, change: Callable[[Any, Tensor], Tensor], saved: Saved) -> None:

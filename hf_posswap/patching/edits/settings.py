@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.edits.edit import Edit, Saved, Site
 from hf_posswap.patching.edits.restore import replace_attribute, restore_attributes
@@ -91,11 +92,11 @@ def changed_settings(
         left_out: paths of modules that are replaced as a whole.
     """
     changes = []
-    new = dict(fresh.named_modules())
-    for path, module in model.named_modules():
-        if path in left_out or path not in new:
+    for path, new in fresh.named_modules():
+        module = get(model, path)
+        if path in left_out or module is None:
             continue
-        for name, value in _scalars(new[path]).items():
+        for name, value in _scalars(new).items():
             old = _scalars(module).get(name)
             if old != value and hasattr(module, name):
                 changes.append((path, name, old, value))
@@ -115,9 +116,9 @@ def settings_to_follow(
         after: a fresh model of the new config.
         left_out: paths of modules that are replaced as a whole.
     """
-    modules, changes = dict(model.named_modules()), []
+    changes = []
     for path, name, _, value in changed_settings(before, after, left_out):
-        module = modules.get(path)
+        module = get(model, path)
         if module is not None and hasattr(module, name):  # modules wrapped by PEFT have other attributes
             old = _scalars(module).get(name)
             if old != value:

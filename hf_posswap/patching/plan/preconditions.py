@@ -65,12 +65,13 @@ def refuse_missed(model: nn.Module, sites: Sites) -> None:
     Raises:
         UnsupportedSwapError: names it.
     """
+    listed = {model.get_submodule(path) for stack in sites.stacks for path in stack.attention}
     for stack in sites.stacks:
         types = {(type(model.get_submodule(path)), path.rpartition(".")[2]) for path in stack.attention}
         within = f"{stack.entry}." if stack.entry else ""
-        for path, module in model.named_modules():
+        for path, module in model.named_modules(remove_duplicate=False):
             alike = path.startswith(within) and (type(module), path.rpartition(".")[2]) in types
-            if alike and not any(path in other.attention for other in sites.stacks):
+            if alike and module not in listed:
                 raise UnsupportedSwapError(
                     f"{path!r} is a {type(module).__name__} like those that would be patched, at a path that family "
                     f"{sites.family.name!r} does not list: it would keep its positions. Patch the model before its "

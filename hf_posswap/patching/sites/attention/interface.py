@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import give_class
+from hf_posswap.families.modules import replace_everywhere
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.offload import stored
 from hf_posswap.patching.edits.placeholder import NoPositions
@@ -108,7 +109,7 @@ class StopRotation(Edit):
     def undo(self, model: Any, saved: Saved) -> None:
         replaced = model.get_submodule(self.path)
         if isinstance(replaced, AtPositionZero):
-            model.set_submodule(self.path, replaced.native)
+            replace_everywhere(model, self.path, replaced.native)
 
     def check(self, model: Any) -> str | None:
         stopped = isinstance(model.get_submodule(self.path), AtPositionZero)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
 from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.transformers_models import mark_initialised, set_unsaved_keys, unsaved_keys
-from hf_posswap.families.modules import owner_of, table_of
+from hf_posswap.families.modules import owner_of, replace_everywhere, table_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.offload import stored
@@ -137,7 +137,7 @@ class BlendTable(Edit):
         native = model.get_submodule(self.path)
         new = self.new_rows(native.weight)
         saved["blended"] = True
-        model.set_submodule(self.path, BlendedTable(native, new, self.share, self.offset))
+        replace_everywhere(model, self.path, BlendedTable(native, new, self.share, self.offset))
 
     def new_rows(self, old: Tensor) -> Tensor | None:
         """Return the new table for the `old` one [P, E], a parameter if it is trained; None: there is none."""
@@ -155,7 +155,7 @@ class BlendTable(Edit):
         blended: Any = model.get_submodule(self.path)
         if isinstance(blended, BlendedTable):
             blended.native.weight = blended.old
-            model.set_submodule(self.path, blended.native)
+            replace_everywhere(model, self.path, blended.native)
 
     def check(self, model: Any) -> str | None:
         module = model.get_submodule(self.path)
