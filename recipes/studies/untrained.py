@@ -99,7 +99,7 @@ def main(
         block = measure_base(folder, texts, fitted_to.tokens.reshape(-1, window), store, only)
     source_text = ", ".join(path.name for path in valid or ()) or corpus.source
     block_entry = {"name": name or base.resolve().name, **block, "texts": texts.to_dict() | {"source": source_text}}
-    block_entry["protocol"] = corpus.said
+    block_entry |= {"protocol": corpus.said, "intervals": INTERVALS, "versions": versions()}
     text_options = f"{'--fit $OTHER ' if fit else ''}{'--valid $TEXT ' if valid else ''}"
     only_options = "".join(f"--only {shlex.quote(start_name)} " for start_name in only or ())
     sizes = f"--documents {documents} {only_options}--out results"
@@ -210,12 +210,11 @@ def _value(store: RunStore, quantity: str, model: Any, texts: Texts, measure: An
 
 
 def _with_base(path: Path, block: dict[str, Any]) -> dict[str, Any]:
-    """Return the results at `path` with `block` added; results of other versions are dropped."""
-    head: dict[str, Any] = {"study": NAME, "intervals": INTERVALS, "versions": versions()}
-    previous = read_json(path) if path.is_file() else {}
-    is_same = all(previous.get(key) == value for key, value in head.items())
-    bases = {base["name"]: base for base in previous["bases"]} if is_same else {}
-    return head | {"bases": list((bases | {block["name"]: block}).values())}
+    """Return the results at `path` with `block` added; each base keeps its versions and its method for intervals."""
+    previous = read_json(path) if path.is_file() else {"bases": []}
+    shared = {key: previous[key] for key in ("intervals", "versions") if key in previous}  # of an older file
+    bases = {base["name"]: shared | base for base in previous["bases"]}
+    return {"study": NAME, "bases": list((bases | {block["name"]: block}).values())}
 
 
 app = script(main)

@@ -11,12 +11,10 @@ from recipes.studies.measuring import intervals_said
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the results of `recipes.studies.untrained` as Markdown: a table per base, and its command."""
-    installed = result["versions"]
     lines = [
         "# Reading on without training",
         "",
-        f"Nothing is trained; torch {installed['torch']}, transformers {installed['transformers']}. Nats/token; "
-        f"brackets: paired intervals. {intervals_said(result)}",
+        "Nothing is trained. Nats/token; brackets: paired intervals.",
         "",
         "- 2x, 4x, 8x: a swap for that many windows, which are read at once, less the base with half-overlapping "
         "sliding windows of its length on the same tokens. Below 0, the swap is better.",
@@ -28,7 +26,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _base(base: dict[str, Any]) -> list[str]:
-    texts, multiples = base["texts"], list(base["sliding"])
+    texts, multiples, installed = base["texts"], list(base["sliding"]), base["versions"]
     sliding_text = ", ".join(f"{base['sliding'][m]:.3f} over {m}" for m in multiples)
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for row in base["rows"]:
@@ -38,7 +36,8 @@ def _base(base: dict[str, Any]) -> list[str]:
         f"## {base['name']}: {base['kind']}, {base['parameters'] / 1e6:.2f} M parameters, {base['window']} positions",
         "",
         f"{texts['documents']} rows of {texts['source']}: {base['protocol']}. The base's loss is {base['nll']:.3f} in "
-        f"the window, and with the sliding window {sliding_text} windows.",
+        f"the window, and with the sliding window {sliding_text} windows; torch {installed['torch']}, transformers "
+        f"{installed['transformers']}. {intervals_said(base)}",
         "",
         _line(head),
         _line(["---"] * len(head)),

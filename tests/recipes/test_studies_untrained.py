@@ -13,8 +13,9 @@ import hf_posswap
 from hf_posswap.comparison import read_documents
 from hf_posswap.evaluation import measure_losses, sliding_losses
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.atomic_io import read_json, write_json
 from recipes.studies import untrained
+from recipes.studies.measuring import INTERVALS, intervals_said
 from tests.training.engine_runs import write_model, write_texts
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,22 @@ def test_bases_stand_side_by_side_and_an_encoder_is_refused(place: Path) -> None
     rows = result["bases"][1]["rows"]
     assert {row["start"] for row in rows} == {start.name for start in untrained.STARTS["learned"]}
     assert all("less_sliding" in row for row in rows if row["start"].startswith(("alibi", "t5", "rope")))
+    assert [base["intervals"] for base in result["bases"]] == [INTERVALS] * 2
     table = (place / "out" / "untrained.md").read_text(encoding="utf-8")
+    assert table.count(intervals_said({"intervals": INTERVALS})) == 2
     assert all(f"| {start.name} |" in table for starts in untrained.STARTS.values() for start in starts)
     assert str(place) not in table
     assert "the study is of causal models with RoPE or a learned table" in study(place, "bert", code=3)
+
+
+def test_a_base_that_was_measured_before_keeps_its_method_and_versions(tmp_path: Path) -> None:
+    path = tmp_path / "untrained.json"
+    block = {"name": "new", "intervals": INTERVALS, "versions": {"torch": "3"}}
+    write_json(path, {"study": "untrained", "versions": {"torch": "2"}, "bases": [{"name": "old"}, {"name": "new"}]})
+    result = untrained._with_base(path, block)
+    assert result == {"study": "untrained", "bases": [{"name": "old", "versions": {"torch": "2"}}, block]}
+    write_json(path, result)
+    assert untrained._with_base(path, block) == result
+    old, new = map(intervals_said, result["bases"])
+    assert "an older method" in old
+    assert "an older method" not in new
