@@ -50,6 +50,15 @@ def is_growing_layer(layer: type) -> bool:
     return layer is DynamicLayer
 
 
+def quantized_keys(layer: Any) -> Any:
+    """Return what a quantizing cache layer stores of its older keys, in its own form; None: the layer quantizes none.
+
+    Touches `BaseQuantizedLayer._quantized_keys` (`QuantizedLayer._quantized_keys` before 5.24). Without it keys that
+    another package evicts from a quantized cache would silently be taken for a cropped tail.
+    """
+    return getattr(layer, "_quantized_keys", None)
+
+
 def self_attention_cache(cache: Any) -> Any:
     """Return the part of `cache` that self-attention reads and writes: all of it, but for an encoder-decoder cache.
 

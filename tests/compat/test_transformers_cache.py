@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache, cache_utils
 
 from hf_posswap.compat import transformers_cache
@@ -104,3 +105,18 @@ def test_write_keys() -> None:
     cache, arguments = filled("dynamic", 3), {}  # type: ignore[var-annotated]
     keys, _ = transformers_cache.write_keys(cache, torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0, arguments)
     assert keys.shape[2] == 4
+
+
+def test_quantized_keys() -> None:
+    class Lossless(cache_utils.QuantizedLayer):
+        def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+            return tensor.clone()
+
+        def _dequantize(self, q_tensor: Tensor) -> Tensor:
+            return q_tensor
+
+    layer, keys = Lossless(residual_length=2), torch.arange(16.0).view(1, 2, 1, 8)
+    assert transformers_cache.quantized_keys(layer) is None
+    layer.update(keys, keys)
+    assert torch.equal(transformers_cache.quantized_keys(layer), keys)
+    assert transformers_cache.quantized_keys(filled("dynamic", 3).layers[0]) is None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import keep_address
-from hf_posswap.compat.transformers_cache import cache_layer_class
+from hf_posswap.compat.transformers_cache import cache_layer_class, quantized_keys
 from hf_posswap.errors import PosswapError
 
 UNKNOWN = (
@@ -54,12 +54,14 @@ class PositionedLayer:
         posswap_positions: of all tokens [B or 1, T], or of all places of a static layer [B or 1, K]; None: none yet, or
             another layer keeps them.
         posswap_keys: the keys as the layer's own operations left them; None: there were none.
+        posswap_quantized: the quantized keys as the layer's own operations left them; None: it quantizes none.
         posswap_is_evicted: whether `evict_keys` took keys out of it.
     """
 
     native_class: type
     posswap_positions: Tensor | None
     posswap_keys: Any
+    posswap_quantized: Any = None
     posswap_is_evicted = False
     posswap_keeps_positions = True
     """Tells such a class also where a checkpoint's own code made it, which has a `PositionedLayer` of its own."""
@@ -119,7 +121,7 @@ class PositionedLayer:
     def keep_keys(self, *, intact: bool) -> None:
         """Take the keys for what the layer's own operations left, if they were that before (`intact`)."""
         if intact and _grows(self):
-            self.posswap_keys = getattr(self, "keys", None)
+            self.posswap_keys, self.posswap_quantized = getattr(self, "keys", None), quantized_keys(self)
 
     def batch_positions(self, change: Any) -> None:
         """Apply `change` to the positions, unless all rows share one row of them."""
@@ -166,6 +168,8 @@ def is_intact(layer: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
+    if quantized_keys(layer) is not layer.posswap_quantized:
+        return False
     keys, left = getattr(layer, "keys", None), layer.posswap_keys
     if keys is left or keys is None or left is None or not keys.numel():
         return True
@@ -193,7 +197,7 @@ def watch(cache: Any, layer_idx: int) -> None:
     if not isinstance(layer, PositionedLayer):
         _positioned(cache, layer_idx)
     elif not is_intact(layer):
-        before, after = list(layer.posswap_keys.shape), list(layer.keys.shape)  # type: ignore[attr-defined]
+        before, after = (list(keys.shape) for keys in (layer.posswap_keys, layer.keys))  # type: ignore[attr-defined]
         shapes = f" (they were {before}, and are {after})" if before != after else ""
         raise PosswapError(CHANGED.format(layer=layer_idx, shapes=shapes))
 
@@ -254,7 +258,7 @@ def _positioned(cache: Any, layer_idx: int) -> Any:
     keeper: Any = object.__new__(positioned_class(type(layer)))
     vars(keeper).update(vars(layer))
     keeper.posswap_positions = None
-    keeper.posswap_keys = getattr(layer, "keys", None)
+    keeper.posswap_keys, keeper.posswap_quantized = getattr(layer, "keys", None), quantized_keys(layer)
     cache.layers[layer_idx] = keeper
     return keeper
 

@@ -444,6 +444,25 @@ def test_each_way_to_evict_is_noticed(scheme: str) -> None:
         rest(model, cache)
 
 
+@pytest.mark.parametrize("scheme", [*SCHEMES, "rope"])
+def test_keys_that_are_evicted_from_a_quantised_cache_are_noticed(scheme: str) -> None:
+    """As kvpress does, too: what a layer has quantised is quantised anew, without the keys that go."""
+    model, at = swapped(scheme=scheme), torch.arange(16).expand(3, -1)
+    cache = filled("quantised", model, at=at)
+    for layer in cache.layers:
+        keys, values = (
+            layer._dequantize(each)[:, :, KEPT] for each in (layer._quantized_keys, layer._quantized_values)
+        )
+        layer._quantized_keys, layer._quantized_values = layer._quantize(keys, 0), layer._quantize(values, 0)
+        layer.cumulative_length = len(KEPT)
+    if scheme == "rope":
+        assert gap(run(model, IDS[:, HALF:], at[:, HALF:], cache), without(model, at)) < NOISE
+        return
+    for method in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), lambda cache: cache):
+        with pytest.raises(PosswapError, match="the keys of layer 0 of this cache were replaced by other means than"):
+            run(model, IDS[:, HALF:], at[:, HALF:], method(cache))
+
+
 def test_a_hook_that_compresses_a_prompt_is_noticed() -> None:
     """As kvpress does: after each attention of the prompt the best keys of each head, by a score, stay in its cache."""
     model, at = swapped(), torch.arange(16)[None].expand(3, -1)
