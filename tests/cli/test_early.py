@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,22 @@ def test_the_home_of_a_user_that_is_not_there_is_one_clear_error(
     assert done.exit_code in (2, 4), done.output
     assert "'~no-such-user' is the home folder of no user of this machine" in " ".join(done.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+WAITING = (
+    "import importlib, os, sys; commands = importlib.import_module('hf_posswap.cli.app'); "
+    "commands.app = lambda **_: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules); commands.main()"
+)
+"""Runs the command up to its first word, and prints what torch's threads will be told."""
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_leave_the_processor_to_others_unless_the_user_has_chosen(
+    given: str | None, expected: str
+) -> None:
+    """Set before torch is imported: OpenMP reads it once."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    command = [sys.executable, "-W", "ignore", "-c", WAITING]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [expected, "False"]
