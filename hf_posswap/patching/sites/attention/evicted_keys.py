@@ -55,7 +55,8 @@ def evict_keys(cache: Any, keep: Tensor) -> None:
     for number, ((keys, values), at) in enumerate(zip(kept, positions, strict=True)):
         layer = evictable_layer(self_cache, number)
         layer.keys, layer.values = keys, values
-        layer.posswap_keys, layer.posswap_positions, layer.posswap_is_evicted = keys, at, True
+        layer.posswap_positions, layer.posswap_is_evicted = at, True
+        layer.keep_keys(intact=True)
 
 
 def _layers(cache: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_tensors import keep_address
+from hf_posswap.compat.torch_tensors import keep_address, version_of
 from hf_posswap.compat.transformers_cache import cache_layer_class, quantized_keys
 from hf_posswap.errors import PosswapError
 
@@ -39,7 +39,7 @@ CHANGED = (
     "hf_posswap.evict_keys, which keeps the same keys in all layers and heads; a scheme whose keys carry their "
     "positions (rope and its scalings with fixed angles, xpos, nope); the cache's own methods (crop, reorder_cache, "
     "batch_select_indices, batch_repeat_interleave, reset); the first keys alone, as a view (layer.keys = "
-    "layer.keys[:, :, :n]); other values in the same places, written in place (layer.keys.copy_)."
+    "layer.keys[:, :, :n]); or, of all keys, other values in the same places, written in place (layer.keys.copy_)."
 )
 
 
@@ -54,6 +54,7 @@ class PositionedLayer:
         posswap_positions: of all tokens [B or 1, T], or of all places of a static layer [B or 1, K]; None: none yet, or
             another layer keeps them.
         posswap_keys: the keys as the layer's own operations left them; None: there were none.
+        posswap_stamp: their shape and how often they were written into; None: there were none, or it was compiled.
         posswap_quantized: the quantized keys as the layer's own operations left them; None: it quantizes none.
         posswap_is_evicted: whether `evict_keys` took keys out of it.
     """
@@ -61,6 +62,7 @@ class PositionedLayer:
     native_class: type
     posswap_positions: Tensor | None
     posswap_keys: Any
+    posswap_stamp: tuple[tuple[int, ...], int | None] | None = None
     posswap_quantized: Any = None
     posswap_is_evicted = False
     posswap_keeps_positions = True
@@ -122,6 +124,7 @@ class PositionedLayer:
         """Take the keys for what the layer's own operations left, if they were that before (`intact`)."""
         if intact and _grows(self):
             self.posswap_keys, self.posswap_quantized = getattr(self, "keys", None), quantized_keys(self)
+            self.posswap_stamp = _stamp(self.posswap_keys)
 
     def batch_positions(self, change: Any) -> None:
         """Apply `change` to the positions, unless all rows share one row of them."""
@@ -129,14 +132,28 @@ class PositionedLayer:
             self.posswap_positions = change(self.posswap_positions)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.native_class, dict(vars(self)))
+        state = dict(vars(self))
+        if not is_intact(self):
+            state["posswap_stamp"] = (), None  # a copy counts its own writes
+        elif _grows(self):  # two views are two tensors once they are pickled
+            state |= {"posswap_keys": getattr(self, "keys", None), "posswap_stamp": _stamp(getattr(self, "keys", None))}
+        return _restored, (self.native_class, state)
 
 
 def _restored(native: type, state: dict[str, Any]) -> Any:
     """Return a layer of class `native` that keeps positions, from what was pickled or copied."""
     layer: Any = object.__new__(positioned_class(native))
     vars(layer).update(state)
+    if layer.posswap_stamp is not None:
+        layer.posswap_stamp = layer.posswap_stamp[0], version_of(layer.posswap_keys)
     return layer
+
+
+def _stamp(keys: Any) -> tuple[tuple[int, ...], int | None] | None:
+    """Return the shape of the keys that a layer's own operations left, and how often they were written into."""
+    if torch.compiler.is_compiling() or not isinstance(keys, Tensor):
+        return None
+    return tuple(keys.shape), version_of(keys)
 
 
 def positioned_class(native: type) -> type:
@@ -170,13 +187,16 @@ def is_intact(layer: Any) -> bool:
         return True
     if quantized_keys(layer) is not layer.posswap_quantized:
         return False
-    keys, left = getattr(layer, "keys", None), layer.posswap_keys
+    keys, left, stamp = getattr(layer, "keys", None), layer.posswap_keys, layer.posswap_stamp
+    if stamp is not None and stamp[0] != tuple(left.shape):  # layer.keys.data = ...
+        return False
     if keys is left or keys is None or left is None or not keys.numel():
         return True
     if keys.dim() != left.dim() or keys.stride() != left.stride() or keys.data_ptr() != left.data_ptr():
         return False
-    shorter = keys.shape[-2] <= left.shape[-2]
-    return shorter and (*keys.shape[:-2], keys.shape[-1]) == (*left.shape[:-2], left.shape[-1])
+    if keys.shape[-2] < left.shape[-2] and stamp is not None and stamp[1] != version_of(left):
+        return False  # kept keys were moved to the front, in place
+    return keys.shape[-2] <= left.shape[-2] and (*keys.shape[:-2], keys.shape[-1]) == (*left.shape[:-2], left.shape[-1])
 
 
 def watch(cache: Any, layer_idx: int) -> None:
@@ -227,12 +247,35 @@ def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor
     keeper = _keeper(cache, layer_idx)
     if _is_static(keeper):
         return _write(keeper, cache, layer_idx, query, key_length).to(query.device)
-    known = _known(keeper, cache.get_seq_length(layer_idx), query)
+    past = cache.get_seq_length(layer_idx)
+    if keeper is not cache.layers[layer_idx]:
+        _check_as_many(keeper, layer_idx, past, query)
+    known = _known(keeper, past, query)
     keeper.posswap_positions = query if known is None else torch.cat(_same_rows(known, query.to(known.device)), dim=1)
     stored = keeper.posswap_positions
     keys = (stored if stored.shape[1] == key_length else stored[:, -key_length:]).to(query.device)
     short = key_length - keys.shape[1]
     return torch.nn.functional.pad(keys, (0, short)) if short else keys
+
+
+def _check_as_many(keeper: Any, layer_idx: int, past: Any, query: Tensor) -> None:
+    """Refuse a layer that holds fewer tokens than the one that was asked before it: another hand has exchanged it.
+
+    Args:
+        keeper: the layer that keeps the positions, the new ones included.
+        layer_idx: of the layer that asks.
+        past: tokens that it holds.
+        query: positions of the new tokens, [B or 1, Q].
+
+    Raises:
+        PosswapError: it does.
+    """
+    stored = keeper.posswap_positions
+    if stored is None or torch.compiler.is_compiling() or not isinstance(past, int):
+        return
+    if past and past + query.shape[1] < stored.shape[1]:
+        shapes = f" (it holds {past} tokens, and another layer {stored.shape[1] - query.shape[1]})"
+        raise PosswapError(CHANGED.format(layer=layer_idx, shapes=shapes))
 
 
 def _keeper(cache: Any, layer_idx: int) -> Any:
@@ -259,6 +302,7 @@ def _positioned(cache: Any, layer_idx: int) -> Any:
     vars(keeper).update(vars(layer))
     keeper.posswap_positions = None
     keeper.posswap_keys, keeper.posswap_quantized = getattr(layer, "keys", None), quantized_keys(layer)
+    keeper.posswap_stamp = _stamp(keeper.posswap_keys)
     cache.layers[layer_idx] = keeper
     return keeper
 

@@ -444,6 +444,38 @@ def test_each_way_to_evict_is_noticed(scheme: str) -> None:
         rest(model, cache)
 
 
+def exchanged(cache: Any) -> None:
+    """Put layers with the kept keys alone in the place of all but the first."""
+    for at, layer in list(enumerate(cache.layers))[1:]:
+        cache.layers[at] = DynamicLayer()
+        cache.layers[at].update(layer.keys[:, :, KEPT], layer.values[:, :, KEPT])
+
+
+def moved_to_the_front(cache: Any) -> None:
+    """Write the kept keys over the first ones, and cut the rest off."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            places = getattr(layer, name)[:, :, : len(KEPT)]
+            setattr(layer, name, places.copy_(getattr(layer, name)[:, :, KEPT].clone()))
+
+
+def given_other_data(cache: Any) -> None:
+    """Put the kept keys into the same tensors."""
+    for layer in cache.layers:
+        layer.keys.data, layer.values.data = layer.keys.data[:, :, KEPT], layer.values.data[:, :, KEPT]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "t5"])
+@pytest.mark.parametrize("by", [exchanged, moved_to_the_front, given_other_data])
+def test_evictions_in_place_and_of_some_layers_are_noticed(by: Any, scheme: str) -> None:
+    model, at = swapped(scheme=scheme), torch.arange(16).expand(3, -1)
+    cache = filled("dynamic", model, at=at)
+    by(cache)
+    for method in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), lambda cache: cache):
+        with pytest.raises(PosswapError, match="of this cache were replaced by other means than the cache's own"):
+            run(model, IDS[:, HALF:], at[:, HALF:], method(cache))
+
+
 @pytest.mark.parametrize("scheme", [*SCHEMES, "rope"])
 def test_keys_that_are_evicted_from_a_quantised_cache_are_noticed(scheme: str) -> None:
     """As kvpress does, too: what a layer has quantised is quantised anew, without the keys that go."""
@@ -490,6 +522,10 @@ def test_the_first_keys_alone_and_other_values_in_their_places_are_taken(scheme:
     run(model, words(3, 4, seed=9), 30 + torch.arange(4)[None], cache)
     for layer in cache.layers:  # as kvpress takes an answer out of a cache
         layer.keys, layer.values = layer.keys[:, :, :HALF], layer.values[:, :, :HALF]
+    for method in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), lambda cache: cache):
+        assert gap(rest(model, method(cache)), expected(model)) < NOISE
+    cache = filled("dynamic", model)
+    for layer in cache.layers:
         layer.keys.copy_(layer.keys.clone())
     assert gap(rest(model, cache), expected(model)) < NOISE
     assert gap(rest(model, moved(filled("dynamic", model))), expected(model)) < NOISE
