@@ -71,7 +71,7 @@ def matching(root: nn.Module, pattern: str) -> list[str]:
             w == "*" or p in w.split("|") for w, p in zip(wanted, segments, strict=True)
         )
 
-    found = {}
+    found: dict[int, str] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if matches(path):
             found.setdefault(id(module), path)
