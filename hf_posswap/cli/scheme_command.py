@@ -23,16 +23,17 @@ class SchemeCommand(OneNameCommand):
         try:
             return super().parse_args(ctx, args)
         except _USAGE:
-            refuse_other_ways(given)
+            refuse_other_ways(given, sign="+" if self.name == "compare" else " ")
             raise
 
 
-def refuse_other_ways(arguments: list[str]) -> None:
+def refuse_other_ways(arguments: list[str], *, sign: str = "+") -> None:
     """Raise if a scheme or its fields are given as options.
 
     Args:
         arguments: words of the command line, such as ["my-llama", "yarn", "--factor", "4"] or
             [..., "--set", "factor=4"].
+        sign: between a model and a scheme in this command.
 
     Raises:
         OptionError: shows the right syntax.
@@ -59,7 +60,8 @@ def refuse_other_ways(arguments: list[str]) -> None:
         right = f"{scheme}{',' if ':' in scheme else ':'}{joined}"
         raise OptionError(f"{typed}: fields of a scheme are written behind its name; write {right}")
     if "--scheme" in arguments:
-        raise OptionError(f"--scheme {scheme}: a scheme is given behind the model, without an option: MODEL {scheme}")
+        right = f"MODEL{sign}{scheme.removeprefix('+')}"
+        raise OptionError(f"--scheme {scheme}: a scheme is given behind the model, without an option: {right}")
 
 
 def _name_in(word: str) -> str:

@@ -53,6 +53,14 @@ def train(
             show_default=False,
         ),
     ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The text column of the rows of --text, as data.sources.0.column. Default: text.",
+            show_default=False,
+        ),
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -127,7 +135,7 @@ def train(
     if dry_run and show:
         raise ConfigError("--show and --dry-run exclude each other: give one of them.")
     chosen, changes = _recipe_and_changes(config, settings or [])
-    changes += _as_settings(changes, text or [], max_length)
+    changes += _as_settings(changes, text or [], column, max_length)
     progress = console()  # on stdout, which the block below redirects
     with quiet_library():
         from hf_posswap.adapting import run_recipe
@@ -151,11 +159,11 @@ def train(
         show_text("", f"Saved to {finished.model}; the report is {finished.folder / 'report.md'}.")
 
 
-def _as_settings(settings: list[str], text: list[str], max_length: int | None) -> list[str]:
-    """Return --text and --max-length as the KEY=VALUE that they stand for.
+def _as_settings(settings: list[str], text: list[str], column: str | None, max_length: int | None) -> list[str]:
+    """Return --text, --column and --max-length as the KEY=VALUE that they stand for.
 
     Raises:
-        ConfigError: one of them is given both ways.
+        ConfigError: one of them is given both ways, or --column without --text.
     """
     for option, key, is_given in (
         ("--text", "data.sources", bool(text)),
@@ -164,7 +172,12 @@ def _as_settings(settings: list[str], text: list[str], max_length: int | None) -
         doubled = [setting for setting in settings if is_given and re.match(rf"{re.escape(key)}\b", setting)]
         if doubled:
             raise ConfigError(f"{option} sets {key}, and so does {doubled[0]!r}: give one of them.")
-    given = [f"data.sources={dump_json([{'path': path} for path in text])}"] if text else []
+    if column is not None and not text:
+        raise ConfigError(
+            f"--column {column} is the column of --text: give --text too, or data.sources.0.column={column}."
+        )
+    columns = {} if column is None else {"column": column}
+    given = [f"data.sources={dump_json([{'path': path, **columns} for path in text])}"] if text else []
     return [*given, *([f"swap.max_length={max_length}"] if max_length is not None else [])]
 
 

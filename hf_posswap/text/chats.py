@@ -89,9 +89,10 @@ def row_document(row: Any, name: str, column: str, *, chats: bool) -> Document |
 def no_text(row: Any, name: str, column: str, *, chats: bool) -> DataError:
     """Return the error for a row that has no text under `column` and, with `chats`, is no chat."""
     content = f"columns {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
-    advice = "name the column of text"
+    elsewhere = "data.sources.0.column in a recipe" if chats else "column in Python"
+    advice = f"name the column of text by --column, or by {elsewhere}"
     if chats:
-        advice += ", or give messages, or prompt and completion"
+        advice += "; or give messages, or prompt and completion"
     if chats and isinstance(row, Mapping) and "conversations" in row:
         advice += " (rename conversations, from and value to messages, role and content)"
     return DataError(f"{name} has no text under {column!r}, it has {content}: {advice}.")

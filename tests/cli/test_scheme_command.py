@@ -52,10 +52,11 @@ def test_compare_takes_a_scheme_with_its_sign_alone(llama: Path, scheme: str) ->
     assert done.stderr == f"error: '{scheme}' is a scheme, and no model: write +{scheme} to put it in.\n"
 
 
-def test_a_scheme_is_no_option(llama: Path) -> None:
-    done = CliRunner().invoke(app, ["explain", str(llama), "--scheme", "yarn"])
+@pytest.mark.parametrize(("command", "right"), [("explain", "MODEL yarn"), ("compare", "MODEL+yarn")])
+def test_a_scheme_is_no_option(llama: Path, command: str, right: str) -> None:
+    done = CliRunner().invoke(app, [command, str(llama), "--scheme", "yarn"])
     assert done.exit_code == 2
-    assert "--scheme yarn: a scheme is given behind the model, without an option: MODEL yarn" in done.stderr
+    assert done.stderr.endswith(f"--scheme yarn: a scheme is given behind the model, without an option: {right}\n")
 
 
 def test_what_is_no_field_is_typers_to_say(llama: Path) -> None:

@@ -135,11 +135,15 @@ def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: P
         (("yarn", "abf"), r"'abf': expected KEY=VALUE, for example training.max_steps=100"),
         (
             ("yarn", "model.name=any"),
-            r"no text to train on: set data.sources.0.path=books; .*path=python trains",
+            r"no text to train on: give --text books, .*; .*--text python trains",
         ),
         (
             ("yarn", "--text", "a", "data.sources.0.path=b"),
             r"--text sets data.sources, and so does .data.sources.0",
+        ),
+        (
+            ("yarn", "model.name=any", "--column", "body"),
+            r"--column body is the column of --text: give --text",
         ),
         (("yarn", "--max-length", "9", "swap.max_length=8"), r"--max-length sets swap.max_length, and so does"),
         (("yarn", "training.max_stepz=3"), r"yarn has 1 problem: \(1\) training.max_stepz: no such key. Did you mean"),
@@ -160,10 +164,11 @@ def test_a_recipe_is_given_by_name_or_path_as_an_argument_or_an_option(given: tu
 
 
 def test_options_are_the_keys_that_they_name() -> None:
-    options = ["--text", "my books", "--text", "org/set:train", "--max-length", "4096", "--show"]
+    options = ["--text", "my books", "--text", "org/set:train", "--max-length", "4096", "--show", "--column", "body"]
     done = CliRunner().invoke(app, ["train", "yarn", "model.name=any", *options])
     assert done.exit_code == 0, done.output
     keys = ["data.sources.0.path=my books", "data.sources.1.path=org/set:train", "swap.max_length=4096"]
+    keys += ["data.sources.0.column=body", "data.sources.1.column=body"]
     assert json.loads(done.stdout) == to_dict(load_recipe("yarn", ["model.name=any", *keys]))
 
 

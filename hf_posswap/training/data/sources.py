@@ -25,8 +25,8 @@ def require_sources(settings: DataSettings) -> None:
     """
     if not settings.sources:
         raise ConfigError(
-            f"there is no text to train on: set data.sources.0.path=books; {GIVE}. data.sources.0.path={PYTHON} trains "
-            "on the sources and documentation of this Python installation."
+            "there is no text to train on: give --text books, or data.sources.0.path=books in a recipe and in Python; "
+            f"{GIVE}. --text {PYTHON} trains on the sources and documentation of this Python installation."
         )
 
 

@@ -108,7 +108,9 @@ def test_a_saved_data_set_is_a_source_and_so_is_a_split_of_several(
         (tmp_path / "my" / "several" / "dataset_dict.json").write_text(json.dumps({"splits": [elsewhere]}))
         with pytest.raises(DataError, match="dataset_dict.json does not name the splits in my/several"):
             check_paths(Path("my/several"))
-    with pytest.raises(DataError, match=r"has no text under 'text', it has columns \['body'\]: name the column"):
+    with pytest.raises(
+        DataError, match=r"has no text under 'text', it has columns \['body'\]: name the column of text by --col"
+    ):
         data(tmp_path, Source("my/saved"))
     changed = data(tmp_path, Source("my/saved", column="body")).identity
     Dataset.from_list(rows(["other", *TEXTS], "body")).save_to_disk("my/saved")
@@ -121,7 +123,7 @@ def test_a_saved_data_set_is_a_source_and_so_is_a_split_of_several(
 
 def test_there_is_no_text_but_the_requested(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no text to train on: set data.sources.0.path=books; .*path=python trains"):
+    with pytest.raises(ConfigError, match=r"no text to train on: give --text books, .*; .*--text python trains"):
         data(tmp_path)
     with pytest.raises(ConfigError, match=r"source: path is a file, a folder, .* none is given"):
         Source(documents=3)

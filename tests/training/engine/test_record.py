@@ -252,7 +252,7 @@ def test_text_is_required_and_read_before_the_weights(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
     (tmp_path / "one.txt").write_text("the only text")
     for settings, error, message in (
-        (["data.sources=[]"], ConfigError, "there is no text to train on: set data.sources.0.path=books"),
+        (["data.sources=[]"], ConfigError, "there is no text to train on: give --text books"),
         ([f"data.sources.0.path={tmp_path / 'empty'}"], DataError, "empty holds no document"),
         ([f"data.sources.0.path={tmp_path / 'rows.jsonl'}"], DataError, "no text under 'text'"),
         ([f"data.sources.0.path={tmp_path / 'one.txt'}"], DataError, "has one text"),
