@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posswap.advice.by_config import by_config
 from hf_posswap.advice.candidates import CANDIDATES
 from hf_posswap.advice.case import Case, read_case
 from hf_posswap.advice.commands import OTHER, compare_command, line
@@ -53,6 +54,7 @@ class Advice(ResultView):
         caution: that the measurements are on much smaller models, or "".
         baseline: what the recommended swap must beat, or "".
         further: published results about methods that are no option here.
+        by_config: servers or trainers that need no swapped checkpoint for the recommended swap, or "".
     """
 
     model: str
@@ -67,6 +69,7 @@ class Advice(ResultView):
     caution: str = ""
     baseline: str = ""
     further: tuple[Literature, ...] = ()
+    by_config: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -77,6 +80,7 @@ class Advice(ResultView):
             *([f"  baseline to beat: {self.baseline}"] if self.baseline else []),
             *(f"  because {reason} [{reason.source}]" for reason in self.use.grounds),
             *(f"  served by {self.use.serving}" for _ in [0] if self.use.serving),
+            *([f"  without a copy: {self.by_config}"] if self.by_config else []),
             *(f"  not known: {note}" for note in (*self.use.unknown, *self.unknown)),
             *(f"  $ {command}" for command in self.use.commands),
         ]
@@ -97,6 +101,7 @@ class Advice(ResultView):
             *(("baseline to beat", self.baseline) for _ in [0] if self.baseline),
             *(("because", f"{reason} [{reason.source}]") for reason in self.use.grounds),
             *(("served by", str(self.use.serving)) for _ in [0] if self.use.serving),
+            *(("without a copy", self.by_config) for _ in [0] if self.by_config),
             *(("not known", note) for note in (*self.use.unknown, *self.unknown)),
             *(("command", command) for command in self.use.commands),
         ]
@@ -162,6 +167,7 @@ def advise(
     case = read_case(model, max_length, budget, with_older_name(target=target, serve=serve))
     options = [] if case.length <= case.window or case.kind == "unlimited" else weigh(case)
     use = next((option for option in options if option.advised), None) or _no_swap(case, options)
+    settings_alone, overrides_commands = by_config(case, use)
     return Advice(
         model=f"{case.report.model} ({case.report.native})",
         length=case.length,
@@ -169,12 +175,13 @@ def advise(
         budget=case.budget,
         serve=case.serve,
         parameters=case.parameters,
-        use=use,
+        use=replace(use, commands=(*use.commands, *overrides_commands)),
         others=tuple(option for option in options if option is not use),
         unknown=(_MEASURED_ALONE,) if options else (),
         caution=_caution(case, options),
         baseline=_baseline(case) if use.scheme is not None else "",
         further=further_literature(case.parameters) if case.kind == "rope" and options else (),
+        by_config=settings_alone,
     )
 
 

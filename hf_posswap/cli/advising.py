@@ -84,6 +84,8 @@ def _show(advice: Advice) -> None:
     rows = [("not known", note) for note in (*advice.use.unknown, *advice.unknown)]
     if advice.use.serving is not None:
         rows = [("served", str(advice.use.serving)), *rows]
+    if advice.by_config:
+        rows = [("no copy", advice.by_config), *rows]
     if advice.use.route:
         rows = [("route", advice.use.route), *rows]
     if advice.baseline:

@@ -12,8 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 import hf_posswap
+from hf_posswap.advice import weighing
 from hf_posswap.advice.advise import Advice
 from hf_posswap.advice.commands import trained_tokens
+from hf_posswap.advice.literature import LITERATURE
 from hf_posswap.cli import app
 from hf_posswap.cli.arguments import make_scheme
 from hf_posswap.training.config import Recipe, load_recipe
@@ -127,3 +129,31 @@ def test_an_advice_can_be_followed_to_its_end(place: Path, tmp_path: Path, monke
         assert done.exit_code == 0, (command, done.output)
     assert hf_posswap.swap_plan(hf_posswap.load("learned-to-rope/model")).max_length == 512
     assert (tmp_path / "results" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget", "target", "programs", "command"),
+    [
+        ("llama", None, None, "vllm, sglang and transformers run the unswapped model", "vllm"),
+        ("llama", None, "sglang", "sglang runs the unswapped model", "sglang"),
+        ("llama", 5e7, "vllm", "trl, verl, axolotl and llamafactory train the unswapped model", "trl"),
+        ("llama", None, "llamacpp", "", None),
+        ("gpt2", 5e7, None, "", None),
+    ],
+)
+def test_settings_that_replace_a_swapped_checkpoint_are_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch, kind: str, budget: float | None, target: str | None, programs: str,
+    command: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(weighing, "extrapolated_times", lambda case: 100.0)  # published results decide
+    monkeypatch.setattr(weighing, "literature_of", lambda subject, *_, **__: LITERATURE[:1] * (subject == "yarn"))
+    advice = hf_posswap.advise(str(place / kind), 512, budget=budget, target=target)
+    assert advice.by_config.startswith(programs)
+    lines = [words for words in commands_of(advice) if words[0] == "overrides"]
+    assert [words[-1] for words in lines] == [command] * (command is not None)
+    for words in lines:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        assert "max_position_embeddings" in done.stdout
+        assert "512" in done.stdout
+    assert ("settings alone" in " ".join(str(advice).split())) == bool(programs)
