@@ -61,8 +61,8 @@ settings = EvalSettings(
 evaluation = hf_posswap.compare(
     candidates, tokenizer=tokenizer, settings=settings, out=folder / "results"
 )
-print(evaluation)
 assert list(evaluation.results["models"]) == ["base", "rope", "fitted alibi"]
+evaluation
 
 # %% [markdown]
 # ## Read the table

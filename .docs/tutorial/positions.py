@@ -516,7 +516,7 @@ print(f"unturned, they add up to {unturned.sum(dim=1).min():.2f}")
 
 # %%
 model = hf_posswap.load(SHIPPED).eval()
-print(hf_posswap.plan_swap(model, "rope", max_length=1024))
+hf_posswap.plan_swap(model, "rope", max_length=1024)
 
 # %%
 from transformers import AutoTokenizer

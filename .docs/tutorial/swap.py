@@ -46,9 +46,9 @@ assert model.config.max_position_embeddings == 128
 
 # %%
 plan = hf_posswap.plan_swap(model, "rope", max_length=1024)
-print(plan)
 assert plan.route == "plugin"
 assert torch.equal(model(tokens[:, :128]).logits, before)  # the plan touched nothing
+plan
 
 # %% [markdown]
 # `patch_model` edits this model in place, and no other of its class. `verify_swap` raises if the mechanism did not
@@ -56,11 +56,12 @@ assert torch.equal(model(tokens[:, :128]).logits, before)  # the plan touched no
 
 # %%
 hf_posswap.patch_model(model, "rope", max_length=1024)
-print(hf_posswap.verify_swap(model))
+verification = hf_posswap.verify_swap(model)
 after = model(tokens)
-print("\nlogits of 1,000 tokens:", tuple(after.logits.shape))
+print("logits of 1,000 tokens:", tuple(after.logits.shape))
 assert after.logits.shape[1] == 1000
 assert not torch.allclose(model(tokens[:, :128]).logits, before)
+verification
 
 # %% [markdown]
 # ## Undo

@@ -127,6 +127,21 @@ def test_the_tutorial_is_a_page_and_a_notebook_that_were_run(site: Path, pages: 
     assert "tutorial/positions.ipynb" in pages["tutorial.html"].links
 
 
+def test_results_are_tables_on_the_pages_of_notebooks(site: Path) -> None:
+    """Not blocks of text: the plan of a swap, its verification, and a comparison with its verdicts."""
+    for page, cells in (
+        ("tutorial.html", ("embedding", "learned table, 128 positions", "rope")),
+        ("tutorial-swap.html", ("embedding", "learned table, 128 positions", "ok  finite")),
+        ("tutorial-compare.html", ("fitted alibi", "sliding window", "128 (1x)")),
+    ):
+        text = (site / page).read_text(encoding="utf-8")
+        tables = "".join(re.findall(r'<table style=".*?</table>', text, flags=re.DOTALL))
+        shown = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[hd][ >].*?</t[hd]>", tables)]
+        assert [cell for cell in cells if not any(cell in other for other in shown)] == [], page
+        blocks = "".join(re.findall(r"<pre>.*?</pre>", text, flags=re.DOTALL))
+        assert "route       plugin" not in blocks, page
+
+
 def test_notebooks_print_no_warnings_and_link_into_no_folder(site: Path) -> None:
     notebooks = sorted((site / "tutorial").glob("*.ipynb"))
     assert [path.stem for path in notebooks] == ["adapt", "compare", "positions", "swap"]

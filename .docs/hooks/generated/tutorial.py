@@ -83,7 +83,7 @@ def made(script: str, folder: Path) -> Tutorial:
             blocks.append(cell.source)
             continue
         blocks.append(f"```python\n{cell.source}\n```")
-        blocks += _printed(cell)
+        blocks += [*_printed(cell), *_tables(cell)]
         for data in _images(cell):
             target = f"pictures/tutorial/{name}-{number}.png"
             pictures[target] = base64.b64decode(data)
@@ -107,6 +107,12 @@ def _for_download(notebook: Any, script: str) -> Any:
 def _printed(cell: Any) -> list[str]:
     text = "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
     return [f"```text\n{text.rstrip()}\n```"] if text.strip() else []
+
+
+def _tables(cell: Any) -> list[str]:
+    """Return the HTML that a cell shows of its result, each as one line, which Markdown takes as it is."""
+    shown = [output.data["text/html"] for output in cell.outputs if "text/html" in output.get("data", {})]
+    return [" ".join(html.splitlines()) for html in shown]
 
 
 def _images(cell: Any) -> list[str]:
