@@ -29,6 +29,7 @@ BASE, CONTROL = "base", "control"
 _SMALL_MODEL = 20_000_000  # parameters, up to which the recipes' own rates do
 _LARGE_MODELS_RATE = 1e-4
 _WARMUP_SHARE = 0.1
+_PYTHON = "data.sources=[{path: python}]"
 _CHECKPOINTS = 4
 
 
@@ -163,11 +164,11 @@ def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) 
     rows = max(1, settings.step_tokens // longest)  # of the longest length
     whole = variant.name == CONTROL  # trains only at its own window
     pieces = longest // base.window
-    source = "{path: python}"
+    text = _PYTHON
     if settings.training_documents is not None:
-        source = f"{{path: python, documents: {settings.training_documents}}}"
+        text = f"data.sources=[{{path: python, documents: {settings.training_documents}}}]"
     values = [
-        f"data.sources=[{source}]",
+        text,
         f"data.length={base.window if whole else longest}",
         f"data.cut=[{1 if whole else f'{pieces}, 1'}]",
         f"data.seed={settings.seed}",
@@ -189,9 +190,10 @@ def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) 
 
 
 def command_of(variant: Variant, base: Base, settings: QuickstartSettings, source: str, out: Path) -> str:
-    """Return the command that trains only `variant`."""
+    """Return the command that trains only `variant`, with the text as its option."""
     named = [f"model.name={source}", *recipe_settings(variant, base, settings), f"out={out}"]
-    return shlex.join(["posswap", "train", variant.recipe, *named])
+    words = [word for each in named for word in (("--text", "python") if each == _PYTHON else (each,))]
+    return shlex.join(["posswap", "train", variant.recipe, *words])
 
 
 def _yaml(text: str) -> str:

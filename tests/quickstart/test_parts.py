@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import shlex
 import time
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap.checkpoints.example import EXAMPLE
+from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_posswap.quickstart.base import Base, open_base, place_base
 from hf_posswap.quickstart.folder import claim_folder, open_folder
@@ -27,6 +30,7 @@ from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import load_recipe
+from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.utils import progress
 from hf_posswap.utils.atomic_io import cache_folder
@@ -137,14 +141,21 @@ def test_larger_given_models_are_adapted_more_gently() -> None:
     assert rate(large) == 1e-4 < rate(gpt2())
 
 
-def test_the_command_of_a_training_is_its_recipe() -> None:
+@pytest.mark.parametrize("documents", [None, 40])
+def test_the_command_of_a_training_is_its_recipe(documents: int | None) -> None:
     start, variant = base(gpt2()), Variant("rope", "learned-to-rope")
-    words = shlex.split(command_of(variant, start, GIVEN, "a/model", Path("out")))
+    given = dataclasses.replace(GIVEN, training_documents=documents)
+    words = shlex.split(command_of(variant, start, given, "a/model", Path("out")))
     assert words[:3] == ["posswap", "train", "learned-to-rope"]
-    said, made = load_recipe(words[2], words[3:]), training_recipe(variant, start, GIVEN, "a/model", Path("out"))
-    for part in ("model", "swap", "data", "trainable", "objective", "out"):
-        assert getattr(said, part) == getattr(made, part)
-    assert result_settings(said.training) == result_settings(made.training)
+    assert ("--text" in words) == (documents is None)
+    shown = CliRunner().invoke(app, [*words[1:], "--show"])
+    assert shown.exit_code == 0, shown.output
+    typed, recipe = json.loads(shown.stdout), training_recipe(variant, start, given, "a/model", Path("out"))
+    expected = json.loads(json.dumps(to_dict(recipe), default=str))
+    for section in ("model", "swap", "data", "trainable", "objective", "out"):
+        assert typed[section] == expected[section]
+    typed_recipe = load_recipe(words[2], [word for word in words[3:] if "=" in word])
+    assert result_settings(typed_recipe.training) == result_settings(recipe.training)
 
 
 def test_the_best_reaches_farthest_first() -> None:
