@@ -78,7 +78,7 @@ def _values(rope: dict[str, Any]) -> str:
 
 
 def theta_findings(model: Any, sets: list[RotarySet]) -> Iterator[Finding]:
-    """Yield thetas that stand in a live config where nothing reads them, and thetas that are null."""
+    """Yield thetas of a live config that nothing reads, and thetas that are null."""
     for path, config in config_parts(model.config).items():
         rope = getattr(config, "rope_parameters", None)
         if not isinstance(rope, dict) or not rope:

@@ -67,7 +67,7 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _show_serving(served: Serving) -> None:
-    """Print the verdict of a program, and each of its commands on lines of its own that can be copied."""
+    """Print the verdict of a program, and each of its commands on separate lines that can be copied."""
     show_text("")
     show_indented(f"{served.target}: {served.verdict} ({served.engine})", 2)
     if not served.command or served.converted:

@@ -185,8 +185,17 @@ def patch(
     show_plan(plan)
     show_text("")
     show_pairs([(f"ok: {name}", result) for name, result in proved.items()])
-    tokenizer_note = "without a tokenizer" if processor is None else f"with its {type(processor).__name__}"
-    show_text("", f"Saved to {folder}, {tokenizer_note}.", _how_to_load(plan))
+    show_text("", f"Saved to {folder}, {_processor_note(processor)}.", _how_to_load(plan))
+
+
+def _processor_note(processor: Any) -> str:
+    """Return whether a tokenizer, or which processor of images or sound, was saved too."""
+    from transformers import PreTrainedTokenizerBase
+
+    if processor is None:
+        return "without a tokenizer"
+    is_tokenizer = isinstance(processor, PreTrainedTokenizerBase)
+    return f"with its {'tokenizer' if is_tokenizer else type(processor).__name__}"
 
 
 def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[str, Any]:

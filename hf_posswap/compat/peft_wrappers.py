@@ -51,7 +51,7 @@ def base_layer_of(module: Any) -> Any:
 
 
 def trained_copies_of(module: Any) -> list[Any]:
-    """Return the copies that PEFT trains in full in the place of `module`; [] where there is none.
+    """Return the copies that PEFT trains in full instead of `module`; [] where there is none.
 
     Touches `modules_to_save` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it what is set on a module does
     not reach the copy that is trained.

@@ -1,4 +1,4 @@
-"""Functions that other libraries put on a model in the place of its forward, for a copy of the model."""
+"""Functions that other libraries put on a model instead of its forward, for a copy of the model."""
 
 from __future__ import annotations
 

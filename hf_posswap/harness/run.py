@@ -225,7 +225,9 @@ def _run_by_length(
         if length != lengths[0]:
             loaded = load_tasks(again, manager, shared, length)
         by_length_tasks = [task for name, task in loaded.tasks.items() if name not in measured]
-        samples = {name: found[length] for name, (found, _) in measured.items() if found[length]}
+        samples = {
+            name: rows_by_length[length] for name, (rows_by_length, _) in measured.items() if rows_by_length[length]
+        }
         outputs = runs[str(length)] = []
         if by_length_tasks:
             outputs.append(_evaluate(subject, by_length_tasks, manager, settings, folder, limit=limit))

@@ -192,8 +192,8 @@ def recipe_settings(variant: Variant, base: Base, settings: QuickstartSettings) 
 def command_of(variant: Variant, base: Base, settings: QuickstartSettings, source: str, out: Path) -> str:
     """Return the command that trains only `variant`, with the text as its option."""
     named = [f"model.name={source}", *recipe_settings(variant, base, settings), f"out={out}"]
-    words = [word for each in named for word in (("--text", "python") if each == _PYTHON else (each,))]
-    return shlex.join(["posswap", "train", variant.recipe, *words])
+    arguments = [word for each in named for word in (("--text", "python") if each == _PYTHON else (each,))]
+    return shlex.join(["posswap", "train", variant.recipe, *arguments])
 
 
 def _yaml(text: str) -> str:

@@ -131,7 +131,7 @@ class Sum(Scheme):
         return self.native is None
 
     def with_native(self, scheme: Scheme) -> Scheme:
-        """Return the sum with `scheme` in the place of `native`."""
+        """Return the sum with `scheme` instead of `native`."""
         terms = [scheme if isinstance(term, Native) else term for term in self.terms]
         first, *others = sorted(terms, key=lambda term: term.table_part is None)  # a table is added to, never a term
         return sum(others, start=first)

@@ -1,4 +1,4 @@
-"""What the Auto classes of transformers make of a GGUF file. It brings no code, and what lies beside it is not read."""
+"""What the Auto classes of transformers make of a GGUF file. It brings no code; the rest of its folder is not read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_gguf_tokenizer(path: Path) -> Any:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Give a link to the file, by itself in a folder: transformers reads a tokenizer's config that lies beside it.
+    """Give a link to the file, by itself in a folder: transformers reads a tokenizer's config in its folder.
 
     The link has a plain name, whatever bytes that of the file consists of.
     """

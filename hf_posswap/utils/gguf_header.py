@@ -184,7 +184,7 @@ class _Header:
         return offset, math.prod(shape) // block * width, name
 
     def _places(self, tensors: list[tuple[int, int, str]]) -> None:
-        """Check that the data of `tensors` lie within the file, each in a place of its own."""
+        """Check that the data of `tensors` lie within the file, each in a separate place."""
         begin = -(-self.file.tell() // self.alignment) * self.alignment
         if len({name for *_, name in tensors}) != len(tensors):
             raise _DamageError("two of its tensors have the same name")

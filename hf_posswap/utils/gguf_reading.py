@@ -187,17 +187,17 @@ def _keys(path: Path, architecture: str, fields: dict[str, Any]) -> dict[str, An
     names = (*_SAME, *_ONLY, "attention.sliding_window_pattern", "attention.value_length")
     keys: dict[str, Any] = {}
     for name, value in fields.items():
-        said = f"{shown(path)} has {printable(name, 200)} = {brief_repr(value, 80)}"
+        entry = f"{shown(path)} has {printable(name, 200)} = {brief_repr(value, 80)}"
         if name.startswith(f"{architecture}."):
             keys[name.removeprefix(f"{architecture}.")] = value
             if isinstance(value, float) and not (math.isfinite(value) and (value > 0 or not name.endswith("_epsilon"))):
                 raise CheckpointError(
-                    f"{said}: expected is a finite number, of an epsilon one above 0. Get the file again from its "
+                    f"{entry}: expected is a finite number, of an epsilon one above 0. Get the file again from its "
                     "source."
                 )
         elif name.partition(".")[0] not in _OTHERS and ("rope" in name.lower() or name.endswith(names)):
             raise CheckpointError(
-                f"{said}, and keys of its architecture begin with {architecture!r} and a dot: it is damaged, or of "
+                f"{entry}, and keys of its architecture begin with {architecture!r} and a dot: it is damaged, or of "
                 "another program. Get it again from its source."
             )
     keys.setdefault("attention.head_count_kv", keys.get("attention.head_count"))

@@ -104,8 +104,8 @@ def refuse_wrong_numbers(path: Path, architecture: str, keys: dict[str, Any], te
             raise _damage(path, f"{name} with {wrong[0]}", "expected are divisors that are finite and above 0")
 
 
-def _damage(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{shown(path)} has {found}: {expected}. Get the file again from its source.")
+def _damage(path: Path, content: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{shown(path)} has {content}: {expected}. Get the file again from its source.")
 
 
 def _with_values(keys: dict[str, Any]) -> list[str]:

@@ -182,13 +182,13 @@ def without_stderr() -> Iterator[None]:
     """Drop what this thread writes to `sys.stderr` in the block; other threads write there as before."""
 
     def begin() -> Callable[[], None]:
-        found: Any = sys.stderr
-        stream: Any = None if found is None else _Stderr(found)
+        stderr: Any = sys.stderr
+        stream: Any = None if stderr is None else _Stderr(stderr)
         sys.stderr = stream
 
         def end() -> None:
             if sys.stderr is stream:  # it is another one where a thread has redirected it meanwhile
-                sys.stderr = found
+                sys.stderr = stderr
 
         return end
 

@@ -77,6 +77,8 @@ def test_a_native_swap_loads_without_the_plugin(llama: Path, tmp_path: Path) -> 
 def test_the_tokenizer_comes_along_and_no_longer_cuts_at_the_old_length(bert: Path, tmp_path: Path) -> None:
     result = patch(bert, "alibi", "--max-length", "128", "-o", tmp_path / "out", "--json")
     assert json.loads(result.stdout)["saved"]["tokenizer"] is True
+    shown = patch(bert, "alibi", "--max-length", "128", "-o", tmp_path / "shown")
+    assert says(shown.stdout, "shown, with its tokenizer.")
     old, new = AutoTokenizer.from_pretrained(bert), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert new("one two three").input_ids == old("one two three").input_ids
     assert (old.model_max_length, new.model_max_length) == (32, 128)

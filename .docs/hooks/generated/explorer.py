@@ -10,7 +10,7 @@ PLACE = "explorer.html"
 
 
 def page() -> str:
-    """Return the page, HTML that needs nothing beside it."""
+    """Return the page, HTML that needs no other file."""
     return render_page()
 
 

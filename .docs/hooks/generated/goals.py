@@ -64,7 +64,7 @@ def _of(result: dict[str, Any]) -> str:
 
 
 def _linked(name: str, source: str) -> str:
-    return f"[{name}]({PAGE_OF[source]})"  # as recipes.md, which it stands in, links in the site
+    return f"[{name}]({PAGE_OF[source]})"  # as recipes.md, which holds it, links in the site
 
 
 def _verdict(reached: bool) -> str:

@@ -16,12 +16,12 @@ def _cell(text: str) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names, each with what is said of it."""
+    """Return a list of names, each with its description."""
     return "\n".join(f"- **{name}**: {' '.join(text.split())}" for name, text in pairs)
 
 
 def prose(text: str) -> str:
-    """Return a docstring's paragraphs as Markdown: what stands in backticks is code, all else is literal."""
+    """Return a docstring's paragraphs as Markdown: text in backticks is code, all else is literal."""
     pieces = " ".join(text.split()).split("`")
     return "`".join(piece if number % 2 else literal(piece) for number, piece in enumerate(pieces))
 

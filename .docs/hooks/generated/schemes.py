@@ -68,12 +68,12 @@ def support(name: str) -> str:
     column = next((number for number, names in enumerate(head) if number > 1 and name in names), None)
     if column is None:
         return ""
-    found = {"native": 0, "plugin": 0}
+    totals = {"native": 0, "plugin": 0}
     for line in lines[1:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[column] in found:
-            found[cells[column]] += int(cells[0])
-    counts = ", ".join(f"{kind} in {count}" for kind, count in found.items() if count)
+        if cells[column] in totals:
+            totals[cells[column]] += int(cells[0])
+    counts = ", ".join(f"{kind} in {count}" for kind, count in totals.items() if count)
     return f"{counts} [classes of language models](support.md)"
 
 

@@ -1,4 +1,4 @@
-"""The rooms of the patching folder and the walks through them, from the page that lies beside the code."""
+"""The rooms of the patching folder and the walks through them, from the page next to the code."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """What a graph gives of what a model gives, where the model has it."""
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 _SAMPLE = (2, 7)  # rows, tokens: neither is 0 or 1, which torch.export takes for constants
-_TARGET = 5  # tokens of a decoder beside an encoder
+_TARGET = 5  # tokens of a decoder next to an encoder
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.untrusted import parse_json, read_bounded_json
 
 SIDECAR = "posswap.json"
-"""The file beside an adapter that holds the record, too."""
+"""The file next to an adapter that holds the record, too."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 RECORD = "posswap_record"
 """The last part of the name of the tensor that holds the record: its JSON in UTF-8, as uint8 [N]."""

@@ -128,7 +128,7 @@ def shown(
 
 
 def _with_native(scheme: Scheme, geometry: Geometry, old: Tensor | None) -> Scheme:
-    """Return `scheme` with the rotation or the table of a model in the place of `native`."""
+    """Return `scheme` with the rotation or the table of a model instead of `native`."""
     if not scheme.standalone:
         raise OptionError(
             f"{scheme.name} is no scheme by itself, only a part of one: draw a sum, as rope + {scheme.name}."

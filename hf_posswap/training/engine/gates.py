@@ -245,10 +245,10 @@ def windows_with_loss(windows: Sequence[dict[str, Tensor]] | TokenWindows, most:
 
     If there are fewer, they are repeated.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for number in range(min(len(windows), _LOOKED_AT)):
         if bool((windows[number]["labels"][1:most] != IGNORED).any()):
-            found.append(number)
-        if len(found) == rows:
+            numbers.append(number)
+        if len(numbers) == rows:
             break
-    return (found * rows)[:rows]
+    return (numbers * rows)[:rows]

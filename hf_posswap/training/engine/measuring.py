@@ -63,12 +63,12 @@ def kept_of_base(recipe: Recipe, run: Run, model: Any, tokens: int) -> dict[str,
         data=dataclasses.replace(recipe.data, length=min(window, recipe.data.length), cut=(1,)),
         evaluation=dataclasses.replace(recipe.evaluation, lengths=()),
     )
-    found = []
+    losses_by_model = []
     for each in (base, model):
-        found.append(measure_of(inside, run.services, _on_device(each, recipe), documents, counted)())
-    if not found[0] or found[0].keys() != found[1].keys():
+        losses_by_model.append(measure_of(inside, run.services, _on_device(each, recipe), documents, counted)())
+    if not losses_by_model[0] or losses_by_model[0].keys() != losses_by_model[1].keys():
         return None
-    ((length, before),), ((_, after),) = (losses.items() for losses in found)
+    ((length, before),), ((_, after),) = (losses.items() for losses in losses_by_model)
     if counted is None:
         read = sum(len(document) >= length for document in documents)
     else:

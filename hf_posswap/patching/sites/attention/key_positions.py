@@ -94,7 +94,7 @@ class PositionedLayer:
         self.keep_keys(intact=intact)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[b]` in the place of each row b."""
+        """Replace each row b by row `beam_idx[b]`."""
         intact = is_intact(self)
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self.keep_keys(intact=intact)
@@ -296,7 +296,7 @@ def _layer(cache: Any, layer_idx: int) -> Any:
 
 
 def _positioned(cache: Any, layer_idx: int) -> Any:
-    """Put a layer that keeps positions in the place of one that does not; return it."""
+    """Replace a layer that does not keep positions by one that does; return it."""
     layer = cache.layers[layer_idx]
     keeper: Any = object.__new__(positioned_class(type(layer)))
     vars(keeper).update(vars(layer))

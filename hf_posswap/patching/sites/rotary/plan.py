@@ -88,7 +88,7 @@ def _neutralise(context: SwapContext) -> PlanDraft:
 
 
 def _keep(context: SwapContext) -> PlanDraft:
-    """Keep the rotation beside what the scheme adds, and mark the config so that stock transformers refuses it."""
+    """Keep the rotation next to what the scheme adds, and mark the config so that stock transformers refuses it."""
     stack = context.stack
     edits = [
         KeepRotary(
