@@ -22,7 +22,7 @@ def by_config(case: Case, option: Option) -> tuple[str, tuple[str, ...]]:
     """
     if option.scheme is None or option.route != "native" or _is_gguf(case.name):
         return "", ()
-    programs = _TRAINERS if option.recipe else _SERVERS
+    programs: tuple[str, ...] = _TRAINERS if option.recipe else _SERVERS
     if not option.recipe and case.serve is not None:
         programs = tuple(program for program in programs if program == case.serve)
     exact = [program for program in programs if _is_exact(case, option.scheme, program)]
