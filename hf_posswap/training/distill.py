@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_posswap.compat.transformers_calls import forward_parameters
@@ -164,12 +165,11 @@ def distillation_loss(
         def untaught_loss(chunk_states: Tensor, span: slice) -> Tensor:
             return functional.cross_entropy(apart.head(chunk_states).float(), untaught_targets[span], reduction="sum")
 
-        student_out = chosen(apart, taught)
-        total = sum_in_chunks(taught_loss, student_out.states, chunk) + sum_in_chunks(
+        total = sum_in_chunks(taught_loss, apart.states[taught], chunk) + sum_in_chunks(
             untaught_loss, apart.states[untaught], chunk
         )
         if hidden:
-            total = total + settings.states * _state_distance(student_out.hidden, teacher_out.hidden)
+            total = total + settings.states * _state_distance(apart.hidden, teacher_out.hidden, taught)
         if settings.relations:
             rows = taught[:, :window]
             divergence = relation_divergence(layers, teacher_layers, rows, _begins(model_inputs)[:, :window])
@@ -192,14 +192,39 @@ def _begins(inputs: dict[str, Any]) -> Tensor:
     return document_begins(inputs)
 
 
-def _state_distance(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """Return the squared distance of states [N, E] over their variance, summed over tokens, averaged over layers."""
-    distances = []
-    for states, teacher_states in zip(student, teacher, strict=True):
-        target = teacher_states.float()
-        variance = (target - target.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
-        distances.append((states.float() - target).square().sum() / variance)
-    return torch.stack(distances).mean() if len(student[0]) else student[0].sum()
+def _state_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], taught: Tensor) -> Tensor:
+    """Return the squared distance of states over their variance, summed over tokens, averaged over layers.
+
+    Args:
+        student: states after each layer, [B, L, E] each.
+        teacher: those of the tokens in `taught`, [N, E] each.
+        taught: bool [B, L].
+    """
+    at = taught.nonzero(as_tuple=True)
+    if not len(at[0]):
+        return student[0][taught].sum()
+    distances = [_StateDistance.apply(states, target, *at) for states, target in zip(student, teacher, strict=True)]
+    return torch.stack(distances).mean()
+
+
+class _StateDistance(torch.autograd.Function):
+    """The distance of one layer's states; between forward and backward it holds nothing that is not held already."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, target: Tensor, row: Tensor, index: Tensor) -> Tensor:
+        wanted = target.float()
+        variance = (wanted - wanted.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
+        ctx.save_for_backward(states, target, row, index, variance)
+        return (states[row, index].float() - wanted).square_().sum() / variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, target, row, index, variance = ctx.saved_tensors
+        apart = (states[row, index].float() - target.float()).mul_(2 * grad / variance)
+        to_states = torch.zeros_like(states)
+        to_states[row, index] = apart.to(states.dtype)
+        return to_states, None, None, None
 
 
 def _first(counted: Tensor, window: int) -> Tensor:
@@ -252,10 +277,40 @@ def _mixed_loss(student_logits: Tensor, teacher_logits: Tensor, targets: Tensor,
             f"{student_logits.shape[-1]} tokens and the teacher's {teacher_logits.shape[-1]}: use a teacher with the "
             "same tokenizer."
         )
-    student_logits, temperature, weight = student_logits.float(), settings.temperature, settings.weight
-    student_logprobs = (student_logits / temperature).log_softmax(-1)
-    teacher_logprobs = (teacher_logits.float() / temperature).log_softmax(-1)
-    divergence = functional.kl_div(student_logprobs, teacher_logprobs, reduction="sum", log_target=True)
-    return (1 - weight) * functional.cross_entropy(
-        student_logits, targets, reduction="sum"
-    ) + weight * temperature**2 * divergence
+    loss: Tensor = _MixedLoss.apply(student_logits, teacher_logits, targets, settings.weight, settings.temperature)
+    return loss
+
+
+class _MixedLoss(torch.autograd.Function):
+    """Cross-entropy mixed with a divergence; the gradient is made with the loss, in three tensors of the logits' size.
+
+    Through autograd the same formula holds eight. The gradient of w T^2 KL is w T (p - q), of cross-entropy p - 1.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, targets: Tensor, weight: float, temperature: float
+    ) -> Tensor:
+        wide = torch.promote_types(student.dtype, torch.float32)
+        softened = 1.0 / temperature
+        mine = (student.to(wide) * softened if temperature != 1 else student.to(wide)).log_softmax(-1)
+        theirs = (teacher.to(wide) * softened if temperature != 1 else teacher.to(wide)).log_softmax(-1)
+        chances = theirs.exp()
+        divergence = theirs.sub_(mine).mul_(chances).sum()
+        at = targets[:, None]
+        unsoftened = mine if temperature == 1 else student.to(wide).log_softmax(-1)
+        entropy = -unsoftened.gather(1, at).sum()
+        if temperature == 1:
+            gradient = mine.exp_().sub_(chances.mul_(weight))
+        else:
+            gradient = mine.exp_().sub_(chances).mul_(weight * temperature)
+            gradient.add_(unsoftened.exp_(), alpha=1 - weight)
+        gradient.scatter_add_(1, at, gradient.new_full(at.shape, weight - 1))
+        ctx.save_for_backward(gradient.to(student.dtype))
+        return (1 - weight) * entropy + weight * temperature**2 * divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None, None

@@ -128,7 +128,7 @@ def _split(inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwar
             "its config, or hold all logits at once."
         )
     path, output, states = captured[0]
-    head = _make_head(inner, original, path, output)
+    head = _make_head(inner, original, path, _without_states(output))
     if not kwargs.get("output_hidden_states"):
         return BodyAndHead(states, head)
     hidden_states = getattr(output, "hidden_states", None)
@@ -211,6 +211,14 @@ def _with_states(output: Any, states: Tensor) -> Any:
         return (states, *output[1:])
     changed = copy.copy(output)
     changed["last_hidden_state"] = states
+    return changed
+
+
+def _without_states(output: Any) -> Any:
+    """Return `output` without the tensors of all tokens, which a head that keeps it would hold as long as itself."""
+    changed = _with_states(output, output[0].new_empty(0))
+    if not isinstance(changed, tuple) and getattr(changed, "hidden_states", None) is not None:
+        changed["hidden_states"] = None
     return changed
 
 

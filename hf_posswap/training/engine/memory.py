@@ -18,6 +18,7 @@ from hf_posswap.utils.format import human_bytes
 _STATES, _FROZEN_STATES = (10, 4), (7, 3)
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # each of several operations, which keep tensors
 _LOGITS = 3  # copies: logits, their logarithms, their gradient
+_TAUGHT_LOGITS = 5  # those of both models, the logarithms of both, chances
 _SCORES = 4  # copies of a bias: bias, scores, softmax, gradient
 _ADAM_STATES = 2
 _FEWER_STATES = {"sgd": 1, "adafactor": 1}  # with momentum; an upper bound
@@ -36,6 +37,7 @@ class TrainingNeed:
         layer: activations of one layer during its backward.
         logits: of one chunk, and with chunks the head's gradient.
         teacher: the weights of the unswapped model; it keeps no activations.
+        targets: what the unswapped model gives after each layer, where the loss compares it.
         accumulates: whether gradients of earlier batches exist during the forward.
     """
 
@@ -46,6 +48,7 @@ class TrainingNeed:
     layer: int
     logits: int
     teacher: int = 0
+    targets: int = 0
     accumulates: bool = False
 
     @property
@@ -54,7 +57,7 @@ class TrainingNeed:
         forward, backward = self.activations + self.logits, self.layer + self.gradients
         if self.accumulates:
             forward += self.gradients
-        return self.weights + self.teacher + self.optimizer + max(forward, backward)
+        return self.weights + self.teacher + self.targets + self.optimizer + max(forward, backward)
 
     def __str__(self) -> str:
         sizes = {name: size for name, size in vars(self).items() if size and name != "accumulates"}
@@ -96,19 +99,43 @@ def training_need(
         rows * (recipe.data.length // biased_length) * (biased_length // split) ** 2 for biased_length in biased
     ]  # shorter windows are more per row
     layer += _SCORES * heads * max(scores, default=0) * _FLOAT
+    states = config.num_hidden_layers * rows * length * config.hidden_size * _residual_size(model)
     checkpointed = 0
     if recipe.checkpoints_activations and not _offloads(recipe):
-        checkpointed = config.num_hidden_layers * rows * length * config.hidden_size * size
+        checkpointed = states
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
         gradients=gradients,
         optimizer=_FEWER_STATES.get(recipe.training.optim or "", _ADAM_STATES) * gradients,
         activations=checkpointed if recipe.checkpoints_activations else config.num_hidden_layers * layer,
         layer=checkpointed + layer,
-        logits=_logits(model, config, rows * length, chunk, copies=_LOGITS + half),
+        logits=_logits(
+            model, config, rows * length, chunk, copies=(_LOGITS if teacher is None else _TAUGHT_LOGITS) + half
+        ),
         teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
+        targets=0 if teacher is None else _targets(recipe, config, states, rows * length, size),
         accumulates=recipe.training.gradient_accumulation_steps > 1,
     )
+
+
+def _residual_size(model: Any) -> int:
+    """Return the bytes of a number of the states between layers: autocast leaves them in the weights' dtype."""
+    return int(model.get_input_embeddings().weight.element_size())
+
+
+def _targets(recipe: Recipe, config: Any, states: int, tokens: int, size: int) -> int:
+    """Return the bytes of the unswapped model's states, and of both models' queries, keys and values, that are held."""
+    distill, total = recipe.objective.distill, 0
+    if recipe.objective.kind != "distill":
+        return 0
+    if distill.states:
+        total += states
+    if distill.relations:
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        total += 2 * config.num_hidden_layers * tokens * (heads + 2 * groups) * width * size
+    return total
 
 
 def _offloads(recipe: Recipe) -> bool:

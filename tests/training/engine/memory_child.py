@@ -6,7 +6,7 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hf_posswap
 from hf_posswap.training.chunked_loss import causal_loss
 from hf_posswap.training.config import make_recipe
+from hf_posswap.training.distill import Teacher, distillation_loss, make_teacher
 from hf_posswap.training.engine.memory import training_need
 from hf_posswap.training.engine.objectives import whole_loss
 from hf_posswap.training.engine.parallel import Launch
@@ -35,28 +36,43 @@ def model_of(kind: str, length: int) -> Any:
 
 
 def measure(kind: str, what: str, checkpointing: bool, chunk: int, rows: int, length: int) -> dict[str, int]:
-    """Return the peak of two steps over what the process held before, and the estimate."""
+    """Return the peak of two steps over what the process held before, and the estimate.
+
+    Args:
+        kind: of model.
+        what: "full", "lora", or the teacher of a distillation with the states of each layer, "window" or "sliding".
+        checkpointing: of activations.
+        chunk: tokens whose logits are held at once; 0: all.
+        rows: of a batch.
+        length: of a row, in tokens.
+    """
     gc.collect()
+    taught = what in get_args(Teacher)
     before = status("VmRSS")
     recipe = make_recipe(
         {
             "model": {"name": "tiny"},
             "swap": {"scheme": "rope"},
             "data": {"length": length},
-            "peft": None if what == "full" else {"peft_type": what.upper()},
+            "peft": {"peft_type": "LORA"} if what == "lora" else None,
+            "objective": {"kind": "distill", "distill": {"states": 1.0, "teacher": what}} if taught else {},
             "training": {"per_device_train_batch_size": rows, "gradient_checkpointing": checkpointing},
         }
     )
     model = prepare_trainable(model_of(kind, length), recipe.trainable, recipe.peft)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    need = training_need(model, recipe, Launch(), biased=(), chunk=chunk)
+    teacher = make_teacher(model) if taught else None
+    need = training_need(model, recipe, Launch(), biased=(), chunk=chunk, teacher=teacher)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.randint(0, WORDS, (rows, length))
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     for _ in range(2):
-        if chunk:
+        if taught:
+            settings, window = recipe.objective.distill, 256 if what == "sliding" else length
+            distillation_loss(model, teacher, inputs, settings, window=window, chunk=chunk).backward()
+        elif chunk:
             causal_loss(model, inputs, chunk=chunk).backward()
         else:
             whole_loss(model, inputs, None, causal=True).backward()

@@ -28,6 +28,9 @@ CASES: list[tuple[Any, ...]] = [
     ("llama", "full", False, 0, 8, 256),
     ("llama", "full", True, 256, 8, 256),
     ("llama", "lora", False, 256, 8, 256),
+    ("llama", "window", False, 256, 8, 256),
+    ("llama", "window", True, 256, 8, 512),
+    ("llama", "sliding", True, 256, 2, 2048),
 ]
 
 
