@@ -23,6 +23,11 @@ PAGE_OF: dict[str, str] = {
     ".docs/tutorial/adapt.py": "tutorial-adapt.md",
     ".docs/tutorial/compare.py": "tutorial-compare.md",
     f"{_RESULTS}/quickstart.md": "results/quickstart.md",
+    f"{_RESULTS}/real-model/beyond-16k.md": "results/real-model-16k.md",
+    f"{_RESULTS}/real-model/beyond-32k.md": "results/real-model-32k.md",
+    f"{_RESULTS}/real-model/tasks.md": "results/real-model-tasks.md",
+    f"{_RESULTS}/real-model/within.md": "results/real-model-within.md",
+    "recipes/bench/results/dry_beside.md": "results/dry-beside.md",
     f"{_RESULTS}/adaptation.md": "results/adaptation.md",
     f"{_RESULTS}/learned-to-t5/adaptation.md": "results/learned-to-t5.md",
     f"{_RESULTS}/to-alibi/adaptation.md": "results/to-alibi.md",
@@ -55,7 +60,13 @@ PAGE_OF: dict[str, str] = {
 }
 """Files of the repository, and the pages of the site that are made of them."""
 
-PICTURE_OF = {f"{_RESULTS}/{path.name}": f"results/{path.name}" for path in sorted((ROOT / _RESULTS).glob("*.png"))}
+PICTURE_OF = {
+    **{f"{_RESULTS}/{path.name}": f"results/{path.name}" for path in sorted((ROOT / _RESULTS).glob("*.png"))},
+    **{
+        f"{_RESULTS}/real-model/{path.name}": f"results/real-model-{path.name}"
+        for path in sorted((ROOT / _RESULTS / "real-model").glob("*.png"))
+    },
+}
 """Pictures of the repository, and where the site has them."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from hf_posswap.advice.candidates import CANDIDATES
@@ -22,6 +23,9 @@ from hf_posswap.cli.outcome import script
 from hf_posswap.errors import DataError
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import read_json, write_json
+from recipes.studies.measuring import difference
+from recipes.studies.real_model import READERS
+from recipes.studies.real_model_tables import BASE, SLIDING
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("recipes/studies/results")
@@ -58,7 +62,7 @@ def main(
 def collect() -> list[Figure]:
     """Return all figures, study by study."""
     adapted = [figure for name in _ADAPTED for figure in _adaptation(name)]
-    return [*adapted, *_effects(), *_untrained(), *_quickstart()]
+    return [*adapted, *_effects(), *_untrained(), *_real_models(), *_quickstart()]
 
 
 def _load_result(name: str) -> tuple[str, dict[str, Any]]:
@@ -118,6 +122,36 @@ def _untrained() -> Iterator[Figure]:
             yield Figure(against="base in the window", **_from(row["in_window"]), **shared)
 
 
+def _real_models() -> Iterator[Figure]:
+    """Yield, for each length, what a swap without training of a pretrained model loses in all and in the window."""
+    for name in ("beyond-16k", "beyond-32k"):
+        source, result = _load_result(f"real-model/{name}")
+        model, block = result["model"], result["block"]
+        base = Base(model["name"].partition(".")[0], "rope", model["parameters"], model["window"])
+        books: dict[str, dict[str, np.ndarray]] = {}
+        for unit in result["units"]:
+            books.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
+        compared = {"sliding window": (SLIDING, None), "base in the window": (BASE, base.window // block)}
+        for reader in (reader for reader in READERS if reader.scheme is not None and reader.recipe is None):
+            if len(books.get(reader.name, ())) < len(books[BASE]):  # not all documents were read
+                continue
+            for against, (other, blocks) in compared.items():
+                old, new = (
+                    np.array([books[one][document][:blocks].mean() for document in books[BASE]])
+                    for one in (other, reader.name)
+                )
+                yield Figure(
+                    source=source,
+                    subject=reader.scheme,
+                    against=against,  # type: ignore[arg-type]
+                    base=base,
+                    windows=result["length"] // base.window,
+                    tokens=0,
+                    whose="base's" if other == SLIDING else "",
+                    **_from(difference(old, new)),
+                )
+
+
 def _quickstart() -> Iterator[Figure]:
     """Yield the quickstart page's comparison of each swap with the sliding window of its control."""
     path = RESULTS / "quickstart.md"
@@ -129,14 +163,14 @@ def _quickstart() -> Iterator[Figure]:
         raise DataError(f"{path} is not written as this script reads it: make the two agree.")
     shipped = on_meta(EXAMPLE)
     base = Base("the quickstart's GPT-2", "learned", shipped.num_parameters(), shipped.config.n_positions)
-    for scheme, windows, difference, low, high in verdicts:
+    for scheme, windows, apart, low, high in verdicts:
         yield Figure(
             path.as_posix(),
             {"rope": "learned-to-rope", "alibi": "to-alibi"}[scheme],
             "sliding window",
             base,
             int(windows),
-            float(difference),
+            float(apart),
             float(low),
             float(high),
             int(steps[1]) * int(steps[2].replace(",", "")),

@@ -6,13 +6,20 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hf_posswap.evaluation import ratio_interval
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.plotting import canvas
 from hf_posswap.utils.atomic_io import replacing
 from recipes.studies.goals import row_name
 from recipes.studies.measuring import MULTIPLES
+from recipes.studies.real_model_tables import SLIDING, by_reader
 
 _UNSWAPPED = ("s", "o", "*")
 """Markers of the unswapped base's results."""
+_NEAR = 0.7
+"""Nats a token from zero within which a line decides the height of the picture."""
 _LINE = 32
 """Most letters of a row's name in a line."""
 _SWAPPED, _CONTROL, _ALLOWED = canvas.COLOURS[2], canvas.COLOURS[1], canvas.COLOURS[3]
@@ -47,6 +54,54 @@ def draw_goals(result: dict[str, Any], path: Path) -> None:
         ax.set_xlabel(f"nats a token, {axis_text}", fontsize=8)
         ax.locator_params(axis="x", nbins=5)  # so that numbers do not touch
         canvas.title(ax, head, "95 % intervals; the bar is allowed")
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def draw_beyond(result: dict[str, Any], path: Path) -> None:
+    """Plot the losses of `recipes.studies.real_model` by position, less the sliding window's, to `path` (PNG).
+
+    Nothing is drawn without documents that the sliding window has read too.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    books = by_reader(result["units"])
+    window, block = result["model"]["window"], result["block"]
+    least = books.get(SLIDING, {})
+    shown = [name for name in books if name != SLIDING and len(set(books[name]) & set(least)) >= LEAST_DOCUMENTS]
+    if not shown:
+        return
+    picture, (ax,) = canvas.figure(8.0, 4.6, columns=1)
+    width = window // 4 // block
+    means = {}
+    for name in shown:
+        both = [document for document in books[name] if document in least]
+        apart = np.array([books[name][document] - least[document] for document in both])  # [N, blocks]
+        means[name] = apart.reshape(len(both), -1, width).mean(axis=2)  # [N, parts]
+    near = [parts.mean(axis=0) for parts in means.values() if np.abs(parts.mean(axis=0)).max() < _NEAR]
+    top = 1.15 * max((float(part.max()) for part in near), default=_NEAR)
+    for number, (name, parts) in enumerate(means.items()):
+        middles = (np.arange(parts.shape[1]) + 0.5) * width * block / 1024
+        colour = canvas.COLOURS[number % len(canvas.COLOURS)]
+        ends = [ratio_interval(part, np.ones(len(part))) or (part.mean(), part.mean()) for part in parts.T]
+        hidden = ", above the picture" if parts.mean(axis=0).min() > top else ""
+        ax.fill_between(middles, *zip(*ends, strict=True), color=colour, alpha=0.2, linewidth=0)
+        ax.plot(middles, parts.mean(axis=0), marker="o", markersize=3, color=colour, label=name + hidden)
+    bottom = min((float(part.min()) for part in near), default=0.0)
+    ax.set_ylim(min(1.4 * bottom, -0.25 * top), top)
+    ax.axhline(0, color=_CONTROL, linewidth=1)
+    ax.axvline(window / 1024, color=_CONTROL, linewidth=0.5, linestyle="--")
+    ax.set_xlabel("position, thousands of tokens")
+    ax.set_ylabel("nats a token, less the sliding window's")
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    name, count = result["model"]["name"].partition(".")[0], max(len(books[one]) for one in shown)
+    canvas.title(
+        ax,
+        f"{name}: {result['length']:,} tokens read at once",
+        f"{count} books, 95 % intervals; 0: the base's sliding window",
+    )
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
 

@@ -42,6 +42,7 @@ from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 from hf_posswap.utils.gguf_source import checkpoint_of
 from recipes.studies.measuring import INTERVALS
+from recipes.studies.pictures import draw_beyond
 from recipes.studies.real_model_tables import BASE, CHOICE, CONTROL, SLIDING, markdown
 from recipes.studies.running import (
     RECIPES,
@@ -294,6 +295,7 @@ def beyond(
                 ids, named = setting.texts.tokens[number], {"reader": reader.name}
                 named["document"] = setting.texts.digests[number]
                 results.add(named, lambda m=model, i=ids, r=reader: {"nll": _blocks(m, r, i[None], setting.window)})
+    draw_beyond(head | {"units": results.units}, results.path.with_suffix(".png"))
     typer.echo(markdown(head | {"units": results.units}))
 
 

@@ -71,7 +71,7 @@ def _and(words: Iterable[str]) -> str:
 def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
     """Return loss by range of positions, and differences from the base and its sliding window."""
     window, length, block = result["model"]["window"], result["length"], result["block"]
-    books = _by(units, "reader", "nll")
+    books = by_reader(units)
     ranges = [(0, window // 4), (window // 4, window // 2), (window // 2, window)]
     ranges += [(at, min(at + window // 2, length)) for at in range(window, length, window // 2)]
     ranges = [(start, stop) for start, stop in ranges if start // block < stop // block]
@@ -160,10 +160,11 @@ def _within(result: Mapping[str, Any], units: Units) -> list[str]:
     return lines
 
 
-def _by(units: Units, name: str, value: str) -> dict[str, dict[str, np.ndarray]]:
+def by_reader(units: Units) -> dict[str, dict[str, np.ndarray]]:
+    """Return the blocks of each document, by reader and document."""
     grouped: dict[str, dict[str, np.ndarray]] = {}
     for unit in units:
-        grouped.setdefault(unit[name], {})[unit["document"]] = np.array(unit[value])
+        grouped.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
     return grouped
 
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from generated import command, error_list, explorer, goals, images, pictures, public_names, recipes, schemes, walks
+from generated import (
+    command,
+    error_list,
+    explorer,
+    goals,
+    images,
+    pictures,
+    public_names,
+    real_models,
+    recipes,
+    schemes,
+    walks,
+)
 
 GENERATED: dict[str, Callable[[], str]] = {
     "api": public_names.render,
@@ -14,6 +26,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "goals": goals.render,
     "images": images.render,
     "pictures": pictures.render,
+    "real-models": real_models.render,
+    "real-models-kept": real_models.kept,
     "recipes": recipes.render,
     "schemes": schemes.render,
     "traits": schemes.traits,
