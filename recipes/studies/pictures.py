@@ -74,7 +74,9 @@ def draw_beyond(result: dict[str, Any], path: Path) -> None:
     if not shown:
         return
     picture, (ax,) = canvas.figure(8.0, 4.6, columns=1)
-    width = window // 4 // block
+    width = max(1, window // 4 // block)
+    while result["length"] // block % width:
+        width -= 1
     means = {}
     for name in shown:
         both = [document for document in books[name] if document in least]

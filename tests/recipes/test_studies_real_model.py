@@ -69,6 +69,7 @@ def test_blocks_are_the_losses_and_more_documents_are_added(tmp_path: Path) -> N
     assert window[:2] == pytest.approx(first["units"][0]["nll"][:2], rel=1e-5)
     assert window[2] != pytest.approx(first["units"][0]["nll"][2], rel=1e-5)
     result, later = beyond(tmp_path, "--documents", "9", *only)
+    assert result.exit_code == 0, result.output
     assert later["units"][:6] == first["units"]
     assert len(later["units"]) == 27
     table = (tmp_path / "out" / "beyond-3k.md").read_text()
