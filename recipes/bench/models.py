@@ -52,8 +52,8 @@ def smollm2(smoke: bool, *, scheme: str | None = None, positions: int = 32768) -
     width, layers, vocabulary = (36, 1, 512) if smoke else (576, 30, 49152)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=9,
-        num_key_value_heads=3, intermediate_size=width * 8 // 3, max_position_embeddings=8192, rope_theta=100_000.0,
-        tie_word_embeddings=True,
+        num_key_value_heads=3, intermediate_size=width * 8 // 3, max_position_embeddings=8192, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     if scheme is not None:

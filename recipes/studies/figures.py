@@ -132,7 +132,9 @@ def _real_models() -> Iterator[Figure]:
         for unit in result["units"]:
             books.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
         compared = {"sliding window": (SLIDING, None), "base in the window": (BASE, base.window // block)}
-        for reader in (reader for reader in READERS if reader.scheme is not None and reader.recipe is None):
+        for reader in READERS:
+            if reader.scheme is None or reader.recipe is not None:
+                continue
             if len(books.get(reader.name, ())) < len(books[BASE]):  # not all documents were read
                 continue
             for against, (other, blocks) in compared.items():

@@ -292,21 +292,21 @@ def beyond(
             continue
         with _reading(setting, reader, length, tokens) as model:
             for number in missing:
-                ids, named = setting.texts.tokens[number], {"reader": reader.name}
-                named["document"] = setting.texts.digests[number]
-                results.add(named, lambda m=model, i=ids, r=reader: {"nll": _blocks(m, r, i[None], setting.window)})
+                named = {"reader": reader.name, "document": setting.texts.digests[number]}
+                ids = setting.texts.tokens[number][None]
+                results.add(named, functools.partial(_blocks, model, reader, ids, setting.window))
     draw_beyond(head | {"units": results.units}, results.path.with_suffix(".png"))
     typer.echo(markdown(head | {"units": results.units}))
 
 
-def _blocks(model: Any, reader: Reader, ids: np.ndarray, window: int) -> list[float]:
+def _blocks(model: Any, reader: Reader, ids: np.ndarray, window: int) -> dict[str, Any]:
     """Return the mean loss of each block of one document."""
     length = ids.shape[1]
     if reader.sliding:
         losses = sliding_losses(model, ids, window)[0]
     else:
         losses = measure_losses(model, ids, [length], one_pass=True)[length][0]
-    return [float(losses[max(at - 1, 0) : at + BLOCK - 1].mean()) for at in range(0, length, BLOCK)]
+    return {"nll": [float(losses[max(at - 1, 0) : at + BLOCK - 1].mean()) for at in range(0, length, BLOCK)]}
 
 
 @contextmanager
@@ -318,8 +318,8 @@ def _reading(setting: Setting, reader: Reader, length: int, tokens: int) -> Iter
     if reader.scheme is None:
         yield setting.model
         return
-    factor = {"factor": length / setting.window} if reader.scaled else {}
-    hf_posswap.patch_model(setting.model, reader.scheme, max_length=length, **reader.options, **factor)
+    options = reader.options | ({"factor": length / setting.window} if reader.scaled else {})
+    hf_posswap.patch_model(setting.model, reader.scheme, max_length=length, **options)
     try:
         hf_posswap.verify_swap(setting.model)
         yield setting.model
@@ -403,16 +403,15 @@ def ask(
     """Measure the tasks at each of `lengths`, and the choice of continuations."""
     for task in (CHOICE, *TASKS):
         for length in (CONTEXT,) if task == CHOICE else lengths:
-            if task == CHOICE:
-                measure = functools.partial(continuations, scorer, setting.texts.tokens)
-            else:
-                measure = functools.partial(_scores, scorer, setting.tokenizer, task, length, samples)
-            results.add(named | {"task": task, "length": length}, lambda run=measure: {"scores": run()})
+            measure = functools.partial(_scores, scorer, setting, task, length, samples)
+            results.add(named | {"task": task, "length": length}, measure)
 
 
-def _scores(scorer: Scorer, tokenizer: Any, task: str, length: int, samples: int) -> list[float]:
-    prompts = (ruler_prompt(tokenizer, task, length=length, sample=sample) for sample in range(samples))
-    return [ruler_score(scorer, prompt) for prompt in prompts]
+def _scores(scorer: Scorer, setting: Setting, task: str, length: int, samples: int) -> dict[str, Any]:
+    if task == CHOICE:
+        return {"scores": continuations(scorer, setting.texts.tokens)}
+    prompts = (ruler_prompt(setting.tokenizer, task, length=length, sample=sample) for sample in range(samples))
+    return {"scores": [ruler_score(scorer, prompt) for prompt in prompts]}
 
 
 def continuations(scorer: Scorer, documents: np.ndarray) -> list[float]:

@@ -84,8 +84,8 @@ def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
     ]
     for name, losses in books.items():
         means = np.stack(list(losses.values()))  # [N, blocks]
-        cells = (f"{means[:, start // block : stop // block].mean():.3f}" for start, stop in ranges)
-        lines.append(_row([name, str(len(losses)), *cells]))
+        shown = (f"{means[:, start // block : stop // block].mean():.3f}" for start, stop in ranges)
+        lines.append(_row([name, str(len(losses)), *shown]))
     for other in (BASE, SLIDING, CONTROL):
         if other not in books:
             continue

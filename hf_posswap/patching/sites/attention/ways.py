@@ -77,7 +77,8 @@ def _chunked(request: Request, pieces: Pieces) -> Tensor:
 
 
 def _merge(request: Request, pieces: Pieces) -> Tensor:
-    division, regions = _division(request, "merge"), request.mechanism.regions
+    division = _division(request, "merge")
+    regions: tuple[Any, ...] | None = request.mechanism.regions
     all_pieces, by_query = pieces(), request.mechanism.splits_queries
     if by_query:
         regions = tuple(piece.pairs for piece in all_pieces)
