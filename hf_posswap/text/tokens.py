@@ -5,6 +5,7 @@ Every document begins with the tokenizer's begin-of-text token, if it has one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,30 @@ def load_tokenizer(
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # made up where its files are missing
         raise DataError(f"{str(source)!r} has no tokenizer that can be read (it has no vocabulary): {instead}.")
     return tokenizer
+
+
+def with_eos_token(tokenizer: PreTrainedTokenizerBase, token: str | None) -> PreTrainedTokenizerBase:
+    """Return `tokenizer` with `token` as its end-of-text token: itself if it has that one or `token` is None.
+
+    Raises:
+        DataError: the vocabulary has no such token.
+
+    Example:
+        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> with_eos_token(byte_tokenizer(), "A").eos_token_id
+        65
+    """
+    if token is None or token == tokenizer.eos_token:
+        return tokenizer
+    if token not in tokenizer.get_vocab():
+        special = ", ".join(sorted(map(repr, tokenizer.all_special_tokens))) or "none"
+        raise DataError(
+            f"data.eos_token is a token of the vocabulary, and {type(tokenizer).__name__} has no {token!r} (its "
+            f"special tokens: {special}): take one of its tokens, or add this one to tokenizer and model."
+        )
+    changed = copy.deepcopy(tokenizer)
+    changed.eos_token = token
+    return changed
 
 
 def token_stream(

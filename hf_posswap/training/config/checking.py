@@ -158,6 +158,8 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
 def _counting(recipe: Recipe) -> Iterator[Problem]:
     """Yield settings of the loss on chats that their objective or packing cannot follow."""
     data, kind = recipe.data, recipe.objective.kind
+    if data.eos_token is not None and (kind == "masked" or kind in SENTENCES):
+        yield Problem("data.eos_token", f"objective.kind {kind} does not predict the next token.", ("objective.kind",))
     for name in ("assistant_only_loss", "completion_only_loss"):
         key = f"data.{name}"
         if not getattr(data, name):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_posswap.errors import DataError
+from hf_posswap.text.tokens import with_eos_token
 from hf_posswap.training.data.cutting import (
     LEAST,
     Cut,
@@ -107,6 +108,12 @@ def read_text(
     Arguments and errors are those of `build_data`.
     """
     check_sources(settings)
+    if settings.eos_token is not None and not causal:
+        raise DataError(
+            f"data.eos_token={settings.eos_token!r} ends texts for a model that predicts the next token, and this one "
+            "is an encoder, whose windows have the special tokens of its tokenizer: leave it out."
+        )
+    tokenizer = with_eos_token(tokenizer, settings.eos_token)
     masking = None if causal else make_masking(tokenizer, settings.mask_share)
     folder = cache_folder(settings.cache) / "tokens"
     stores, held_out = [], []
@@ -119,6 +126,7 @@ def read_text(
             cache=folder,
             assistant_only=settings.assistant_only_loss,
             completion_only=settings.completion_only_loss,
+            ends=settings.eos_token is not None,
             say=say,
         )
         stores.append(store)
@@ -218,7 +226,7 @@ def build_data(
         masking=text.masking,
         separator=text.separator,
         begin=text.begin,
-        filler=_filler(tokenizer),
+        filler=_filler(with_eos_token(tokenizer, settings.eos_token)),
         scheme_length=scheme_length,
         first_position=first_position,
         dtype=dtype,

@@ -83,6 +83,9 @@ class DataSettings:
             {% generation %} blocks, or, without such blocks, what each message adds to the prompt before it. Sources
             of text alone are counted whole.
         completion_only_loss: count the completion alone, as in TRL; None: in rows with prompt and completion.
+        eos_token: the token that ends each row of text, as in TRL, which then has the special tokens that the
+            tokenizer adds itself; chats and the saved model end with it too. None: prompts with completions end with
+            the tokenizer's, and other text has the begin-of-text token alone.
         cut: windows that each `length` tokens are cut into, step by step, repeated: [8, 1] alternates steps of eight
             short windows with steps of one full-length window. Every step reads the same number of tokens.
         seed: of the order, the positions and the masking.
@@ -97,6 +100,7 @@ class DataSettings:
     separator: str | None = None
     assistant_only_loss: bool = False
     completion_only_loss: bool | None = None
+    eos_token: str | None = None
     cut: tuple[int, ...] = (1,)
     seed: int = 0
     cache: Path | None = None
@@ -116,6 +120,8 @@ class DataSettings:
                 "separator is text between the documents of packing 'concatenated', got "
                 f"{self.separator!r} with packing {self.packing!r}"
             )
+        if self.eos_token == "":
+            problems.append("eos_token is a token of the vocabulary, got ''; leave it out for none")
         if self.seed < 0:
             problems.append(f"seed is a whole number of at least 0, got {self.seed!r}")
         for name in ("held_out", "mask_share"):

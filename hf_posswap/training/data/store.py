@@ -81,6 +81,7 @@ def token_stores(
     cache: Path,
     assistant_only: bool = False,
     completion_only: bool | None = None,
+    ends: bool = False,
     say: Say | None = None,
 ) -> tuple[TokenStore, TokenStore]:
     """Return the training and the held-out documents of `source`, from `cache` if they are there.
@@ -95,6 +96,8 @@ def token_stores(
         cache: folder of the cache.
         assistant_only: as in `ChatEncoder`.
         completion_only: likewise.
+        ends: whether each document of text ends with the tokenizer's end-of-text token and has the special tokens
+            that the tokenizer adds itself, as in TRL's SFTTrainer.
         say: shows a progress line now and then; None: nothing is shown.
 
     Raises:
@@ -109,7 +112,8 @@ def token_stores(
         "begin": begin,
         "held_out": held_out,
         "loss": [assistant_only, completion_only],
-    }
+    } | ({"ends": True} if ends else {})
+    encoder = _Encoder(tokenizer, begin=begin, ends=ends)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder = writable_folder(cache) / f"tokens-{name}"
@@ -122,13 +126,13 @@ def token_stores(
             with replacing(folder) as temporary:
                 temporary.mkdir()
                 chats = ChatEncoder(tokenizer, assistant_only, completion_only)
-                least_hash = _write(source, tokenizer, chats, begin, held_out, temporary, say)
+                least_hash = _write(source, encoder, chats, held_out, temporary, say)
                 if least_hash is not None:
                     share, chats = (
                         math.nextafter(least_hash, 1.0),
                         ChatEncoder(tokenizer, assistant_only, completion_only),
                     )
-                    _write(source, tokenizer, chats, begin, share, temporary, say, requested_share=held_out)
+                    _write(source, encoder, chats, share, temporary, say, requested_share=held_out)
                 write_json(temporary / "identity.json", identity)
     train_store, held_out_store = (_open(folder, split) for split in _SPLITS)
     return train_store, held_out_store
@@ -136,9 +140,8 @@ def token_stores(
 
 def _write(
     source: Source,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: _Encoder,
     chats: ChatEncoder,
-    begin: bool,
     held_out: float,
     folder: Path,
     say: Say | None,
@@ -149,9 +152,8 @@ def _write(
 
     Args:
         source: of the documents.
-        tokenizer: of the model.
+        encoder: turns text into tokens.
         chats: turns chats into tokens.
-        begin: as in `token_stores`.
         held_out: share to hold out.
         folder: that takes the files.
         say: as in `token_stores`.
@@ -167,7 +169,7 @@ def _write(
     with ExitStack() as stack:
         splits = tuple(stack.enter_context(_SplitWriter(folder, split)) for split in _SPLITS)
         groups = _groups(source_documents(source, chats=True))
-        hash_positions, rows = _write_groups(groups, splits, tokenizer, chats, begin, held_out, progress)
+        hash_positions, rows = _write_groups(groups, splits, encoder, chats, held_out, progress)
     lengths = {writer.split: writer.lengths for writer in splits}
     count = sum(map(len, lengths.values()))
     if not count and rows["without_loss"]:
@@ -203,9 +205,8 @@ def _write(
 def _write_groups(
     groups: Iterator[list[Placed]],
     splits: tuple[_SplitWriter, ...],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: _Encoder,
     chats: ChatEncoder,
-    begin: bool,
     held_out: float,
     progress: TokenizingProgress,
 ) -> tuple[set[float], dict[str, int]]:
@@ -218,7 +219,7 @@ def _write_groups(
     rows = {"chats": 0, "without_loss": 0}
     text = ""  # the name of a document that is no chat
     for group in groups:
-        encoded = list(_encode(group, tokenizer, chats, begin))
+        encoded = list(_encode(group, encoder, chats))
         progress.count(len(group), sum(len(ids) for ids, _ in encoded))
         for (document, source_decision), (ids, counted) in zip(group, encoded, strict=True):
             is_chat = isinstance(document, Chat)
@@ -318,18 +319,42 @@ def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
         yield group
 
 
+@dataclass(frozen=True)
+class _Encoder:
+    """Turns text into tokens.
+
+    Attributes:
+        tokenizer: of the model.
+        begin: as in `token_stores`.
+        ends: likewise.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    begin: bool
+    ends: bool
+
+    def __call__(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Yield the token ids of each of `texts`, int32 [n]."""
+        if not texts:
+            return
+        first = [self.tokenizer.bos_token_id] if self.begin and self.tokenizer.bos_token_id is not None else []
+        if self.ends:
+            end, first = str(self.tokenizer.eos_token), []
+            texts = [text if text.endswith(end) else text + end for text in texts]
+        for ids in self.tokenizer(texts, add_special_tokens=self.ends, verbose=False)["input_ids"]:
+            yield np.array([*first, *ids], dtype=np.int32)
+
+
 def _encode(
-    group: list[Placed], tokenizer: PreTrainedTokenizerBase, chats: ChatEncoder, begin: bool
+    group: list[Placed], encoder: _Encoder, chats: ChatEncoder
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yield the tokens of each document, and which of them the loss counts; None: all."""
-    texts = [document.text for document, _ in group if not isinstance(document, Chat)]
-    first = [tokenizer.bos_token_id] if begin and tokenizer.bos_token_id is not None else []
-    rows = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+    rows = encoder([document.text for document, _ in group if not isinstance(document, Chat)])
     for document, _ in group:
         if isinstance(document, Chat):
             yield chats.encode(document)
         else:
-            yield np.array([*first, *next(rows)], dtype=np.int32), None
+            yield next(rows), None
 
 
 def _open(folder: Path, split: str) -> TokenStore:

@@ -22,7 +22,7 @@ from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS
 from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
-from hf_posswap.text.tokens import check_token_ids, load_tokenizer
+from hf_posswap.text.tokens import check_token_ids, load_tokenizer, with_eos_token
 from hf_posswap.training.chunk_proof import chunking_problem
 from hf_posswap.training.chunked_loss import IGNORED
 from hf_posswap.training.config import SENTENCES, Recipe
@@ -115,6 +115,8 @@ def prepare(
     model = load_model(recipe)
     check_reads_text(model, recipe.objective.kind)
     base = base_identity(model)
+    if recipe.data.eos_token is not None:
+        stop_at(model, tokenizer.eos_token_id)
     sites = locate(model)
     causal, window = sites.geometry.causal, sites.geometry.original_length
     scheme = chosen_scheme(recipe)
@@ -257,15 +259,27 @@ def load_model(recipe: Recipe) -> Any:
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> Any:
-    """Return the tokenizer of the model to start from.
+    """Return the tokenizer of the model to start from, with the end-of-text token that the recipe names.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or has no such token.
         RemoteCodeError: it needs remote code, which the recipe does not allow.
     """
     settings = recipe.model
     trust = {TRUST: settings.trust_remote_code}
-    return load_tokenizer(settings.tokenizer or settings.source, instead="name one as model.tokenizer", **trust)
+    tokenizer = load_tokenizer(settings.tokenizer or settings.source, instead="name one as model.tokenizer", **trust)
+    return with_eos_token(tokenizer, recipe.data.eos_token)
+
+
+def stop_at(model: Any, token: int) -> None:
+    """Make generation by `model` stop at `token`, and go on to stop where it did."""
+    model = unwrap(model)
+    model.config.get_text_config().eos_token_id = token
+    if (generation := getattr(model, "generation_config", None)) is None:
+        return
+    stops = generation.eos_token_id
+    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    generation.eos_token_id = token if stops in ([], [token]) else [token, *(stop for stop in stops if stop != token)]
 
 
 def _revision(recipe: Recipe) -> dict[str, Any]:

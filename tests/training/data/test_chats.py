@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_posswap
 from hf_posswap.adapting import nll_at_lengths
-from hf_posswap.errors import DataError
+from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.text.chats import Chat, ChatEncoder, row_document
 from hf_posswap.text.hub import HubText
 from hf_posswap.training import byte_tokenizer
@@ -56,6 +57,9 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
+    if template == BEGINNING:
+        end = (tokenizer.eos_token, tokenizer.eos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{end[0]} $A", special_tokens=[end])
     return tokenizer
 
 
@@ -76,6 +80,9 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 WITH_TOOLS = [
     say("user", "what is 1 + 2?"), say("assistant", None, tool_calls=[CALL]), say("tool", "3"), say("assistant", "3."),
 ]  # fmt: skip
+PLAIN_TEXTS = [{"text": f"text number {n}" + ("<|endoftext|>" if n % 3 == 0 else "<|im_end|>" * (n % 3 == 1))}
+               for n in range(12)]  # fmt: skip
+BEGINNING = f"{PLAIN}{{# the tokenizer begins each text #}}"
 CHATS = [{"messages": turns(number)} for number in range(12)]
 PAIRS = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in CHATS]
 TEXTS = [{"prompt": f"the number after {n} is", "completion": f" {n + 1}, of course"} for n in range(12)]
@@ -300,6 +307,52 @@ def test_what_cannot_be_counted_is_refused(
         built(tmp_path, rows, template, length=32, **settings)
 
 
+def test_texts_end_with_the_token_that_is_asked_for(tmp_path: Path) -> None:
+    """Against the ids by hand; without the key nothing changes, and the tokenizer that is given never does."""
+    rows = [{"text": f"text {n}" + "<|endoftext|>" * (n % 2)} for n in range(12)]
+    tokenizer, end = tokenizer_with(None), 256
+
+    def ids(place: str, **settings: Any) -> set[tuple[int, ...]]:
+        data = built(tmp_path / place, rows, None, **settings)
+        store = data.train.stores[0]
+        return {tuple(store[k].tolist()) for k in range(len(store))} | {tuple(one.tolist()) for one in data.held_out}
+
+    texts = [tuple(f"text {n}".encode()) for n in range(12)]
+    assert ids("same") == {(end, *text, *[end] * (n % 2)) for n, text in enumerate(texts)}
+    assert ids("same", eos_token="<|endoftext|>") == {(*text, end) for text in texts}
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids("same", eos_token="<|im_end|>") == {(*text, *[end] * (n % 2), stop) for n, text in enumerate(texts)}
+    source = Source(write(tmp_path / "rows.jsonl", rows))
+    settings = DataSettings((source,), length=32, cache=tmp_path / "cache", held_out=0.3, eos_token="<|im_end|>")
+    build_data(settings, tokenizer, causal=True, scheme_length=64)
+    assert tokenizer.eos_token_id == end
+    with pytest.raises(
+        DataError, match=r"data\.eos_token is a token of .* has no '</s>' \(its special tokens: '<\|end"
+    ):
+        built(tmp_path / "other", rows, None, eos_token="</s>")
+    with pytest.raises(ConfigError, match="eos_token is a token of the vocabulary, got ''"):
+        DataSettings((source,), eos_token="")
+    with pytest.raises(DataError, match=r"data\.eos_token='\[SEP\]' ends texts for a model that predicts the next"):
+        build_data(dataclasses.replace(settings, eos_token="[SEP]"), masked_tokenizer(), causal=False, scheme_length=64)
+    with pytest.raises(ConfigError, match=r"data\.eos_token: objective\.kind masked does not predict the next token"):
+        make_recipe({"model": {"name": "x"}, "objective": {"kind": "masked"}, "data": {"eos_token": "[SEP]"}})
+
+
+def test_the_saved_model_stops_at_the_token_that_ends_its_texts(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    hf_posswap.save(tiny("llama", eos_token_id=256), tmp_path / "llama", tokenizer=tokenizer)
+    path = write(tmp_path / "rows.jsonl", [{"text": f"a text of number {n}, " * 20} for n in range(12)])
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for token, expected in (("<|im_end|>", [stop, 256]), ("<|endoftext|>", 256)):
+        done = trained(tmp_path, f"data.eos_token={token}", "training.max_steps=2", f"out={tmp_path / token[2:-2]}",
+                       kind="llama", data={"sources": [{"path": path}]})  # fmt: skip
+        model, saved = hf_posswap.load(done.model), AutoTokenizer.from_pretrained(done.model)
+        assert saved.eos_token == token
+        assert model.config.eos_token_id == saved.eos_token_id
+        assert model.generation_config.eos_token_id == expected
+        assert json.loads((done.folder / "recipe.json").read_text())["data"]["eos_token"] == token
+
+
 def test_an_encoder_counts_no_answers(tmp_path: Path) -> None:
     letters = [{"prompt": "abc" * 9 + "def"[k % 3], "completion": "xyz" * k} for k in range(1, 9)]
     settings = DataSettings((Source(write(tmp_path / "a.jsonl", letters)),), length=32, cache=tmp_path, held_out=0.3)
@@ -362,12 +415,12 @@ def test_a_training_and_its_held_out_loss_count_the_answers_alone(tmp_path: Path
 
 def test_what_is_counted_belongs_to_a_training_and_older_ones_resume(tmp_path: Path) -> None:
     """New keys at their defaults change no identity: `differences` reads a missing key as None, except in lists."""
-    asked = {"data.assistant_only_loss": True, "data.completion_only_loss": False, "data.sources.0.min_tokens": 5,
-             "data.sources.0.upsample": "{50: 2}"}  # fmt: skip
+    asked = {"data.assistant_only_loss": True, "data.completion_only_loss": False, "data.eos_token": "A",
+             "data.sources.0.min_tokens": 5, "data.sources.0.upsample": "{50: 2}"}  # fmt: skip
     plain = recipe(tmp_path, kind="llama")
     identity = identity_of(plain, Launch())["data"]
-    new = ("separator", "assistant_only_loss", "completion_only_loss")
-    assert [identity.get(name) for name in new] == [None] * 3
+    new = ("separator", "assistant_only_loss", "completion_only_loss", "eos_token")
+    assert [identity.get(name) for name in new] == [None] * 4
     assert not {"min_tokens", "upsample"} & identity["sources"][0].keys()
     other = recipe(tmp_path, *(f"{key}={value}" for key, value in asked.items()), kind="llama")
     changed = differences(identity_of(plain, Launch()), json.loads(json.dumps(identity_of(other, Launch()))))
@@ -422,6 +475,10 @@ def test_the_prefix_rule_counts_what_the_training_templates_of_trl_mark(name: st
         (PAIRS, MARKED, {"assistant_only_loss": True}),
         (TEXTS, PLAIN, {}),
         (PAIRS, PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}"), {}),
+        (PLAIN_TEXTS, PLAIN, {"eos_token": "<|endoftext|>"}),
+        (PLAIN_TEXTS, BEGINNING, {"eos_token": "<|im_end|>"}),
+        (TEXTS, BEGINNING, {"eos_token": "<|im_end|>"}),
+        (CHATS, f"{PLAIN}{{{{ eos_token }}}}", {"eos_token": "<|im_end|>"}),
     ],
 )
 def test_tokens_and_labels_are_those_of_trl(
