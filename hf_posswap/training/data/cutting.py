@@ -127,10 +127,11 @@ def concatenate_documents(
 def pack_pieces(cut: Cut, size: int, *, around: int = 0) -> Cut:
     """Return windows that hold several whole pieces of `cut` each: best fit, longest first.
 
-    A document that fits into a window is never split (https://arxiv.org/abs/2404.10830).
+    A document that fits into a window is never split (https://arxiv.org/abs/2404.10830), and no window holds a
+    repeated piece twice.
 
     Args:
-        cut: pieces, one a window.
+        cut: pieces, one a window; copies of one are next to one another, as `repeat_pieces` returns them.
         size: tokens of a window.
         around: special tokens added to each piece.
 
@@ -142,8 +143,16 @@ def pack_pieces(cut: Cut, size: int, *, around: int = 0) -> Cut:
     rooms: list[int] = []  # distinct free sizes of open windows, sorted
     windows_by_room: dict[int, list[int]] = {}  # open windows by free size
     window_pieces: list[list[int]] = []
+    filled: list[tuple[int, int]] = []  # free sizes of the windows that hold a copy of the piece, and these windows
+    previous = -1
     for piece in np.argsort(-cut.lengths, kind="stable").tolist():
-        needed = int(cut.lengths[piece]) + around
+        needed, start = int(cut.lengths[piece]) + around, int(cut.starts[piece])
+        if start != previous:  # not a copy of the piece before it
+            for room, window in filled:
+                if room not in windows_by_room:
+                    insort(rooms, room)
+                windows_by_room.setdefault(room, []).append(window)
+            previous, filled = start, []
         best = bisect_left(rooms, needed)
         if best == len(rooms):
             window, room = len(window_pieces), size
@@ -154,11 +163,8 @@ def pack_pieces(cut: Cut, size: int, *, around: int = 0) -> Cut:
             if not windows_by_room[room]:
                 del rooms[best], windows_by_room[room]
         window_pieces[window].append(piece)
-        room_left = room - needed
-        if room_left >= LEAST + around:  # a window too small for any piece is closed
-            if room_left not in windows_by_room:
-                insort(rooms, room_left)
-            windows_by_room.setdefault(room_left, []).append(window)
+        if room - needed >= LEAST + around:  # a window too small for any piece is closed
+            filled.append((room - needed, window))
     order = np.array([piece for pieces in window_pieces for piece in pieces], dtype=np.int64)
     windows = np.cumsum([0, *map(len, window_pieces)], dtype=np.int64)
     return Cut(cut.starts[order], cut.lengths[order], cut.ends[order], windows, cut.left)

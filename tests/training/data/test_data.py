@@ -27,7 +27,7 @@ from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data, prove_packing
 from hf_posswap.training.data import sources as reading
 from hf_posswap.training.data import store as storing
-from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces
+from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces, repeat_pieces
 from hf_posswap.training.data.masking import make_masking
 from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.positions import pose_draw, random_positions
@@ -242,6 +242,26 @@ def test_packing_covers_every_token_once_and_splits_no_document_that_fits(
     assert len(packed) <= len(cut)
 
 
+@given(documents=st.lists(st.tuples(st.integers(2, 12), st.integers(0, 5)), min_size=1, max_size=12))
+def test_no_window_holds_a_document_twice(documents: list[tuple[int, int]]) -> None:
+    size = 12
+    times = np.array([count for _, count in documents])
+    cut = cut_pieces(np.cumsum([0, *(length for length, _ in documents)]), size)
+    packed = pack_pieces(repeat_pieces(cut, times), size)
+    starts = [[start for start, _, _ in packed.pieces(window)] for window in range(len(packed))]
+    assert all(len(set(window)) == len(window) for window in starts)
+    assert Counter(sum(starts, [])) == +Counter(dict(zip(cut.starts.tolist(), times.tolist(), strict=True)))
+    assert all(sum(length for _, length, _ in packed.pieces(window)) <= size for window in range(len(packed)))
+    assert len(packed) <= times.sum()
+
+
+def test_shorter_documents_fill_the_windows_of_copies() -> None:
+    """Four copies of 8 tokens, eight texts of 2: four full windows, as without the rule on copies."""
+    cut = repeat_pieces(cut_pieces(np.arange(0, 25, 2)[[0, *range(4, 13)]], 12), np.array([4] + [1] * 8))
+    packed = pack_pieces(cut, 12)
+    assert [[length for _, length, _ in packed.pieces(window)] for window in range(len(packed))] == [[8, 2, 2]] * 4
+
+
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20),
     size=st.integers(2, 20),
@@ -322,6 +342,7 @@ def test_short_documents_are_left_out_and_long_ones_read_more_often(tmp_path: Pa
             for start, length, _ in cut.pieces(window):
                 document = int(np.searchsorted(store.offsets, start, side="right")) - 1
                 times[document] += length == len(store[document])
+            assert len({start for start, _, _ in cut.pieces(window)}) == len(cut.pieces(window))
         return times, found.summary["sources"][0], found
 
     for packing in ("none", "documents"):
