@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,14 +18,19 @@ import pytest
 import torch
 
 import hf_posswap
+from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import Finished, run_recipe
 from hf_posswap.training.engine.checkpoints import problem_of
 from hf_posswap.training.engine.parallel import Launch, collator_of, launch_of_environment
 from tests import forked
-from tests.training.engine_runs import FITTING, assert_same_weights, recipe, weights_of
+from tests.training.engine_runs import FITTING, WORDS, assert_same_weights, recipe, weights_of
+from tests.training.tiny_models import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "recipes" / "train.py"
@@ -93,8 +99,12 @@ def one_process(place: Path, *settings: str, kind: str = "llama", **values: Any)
 
 
 def losses(done: Finished) -> list[float]:
+    return logged(done, "loss")
+
+
+def logged(done: Finished, name: str) -> list[float]:
     lines = [line for path in sorted(done.folder.rglob("log.jsonl")) for line in path.read_text().splitlines()]
-    return [entry["loss"] for line in lines if "loss" in (entry := json.loads(line))]
+    return [entry[name] for line in lines if name in (entry := json.loads(line))]
 
 
 def assert_alike(two: Finished, one: Finished) -> None:
@@ -141,6 +151,64 @@ def test_two_processes_are_one(tmp_path: Path, environment: dict[str, str], sett
     assert type(unwrap(model)).__name__.endswith("LlamaForCausalLM")
 
     assert_goes_on(tmp_path, two, environment, *settings)
+
+
+def chat_source(place: Path) -> dict[str, Any]:
+    """Write a model with a chat template, and chats whose answers are short and long, and return them as values."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role[0] }}:{% if message.role == 'assistant' %}{% generation %}"
+        "{{ message.content }}\n{% endgeneration %}{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
+    )
+    hf_posswap.save(tiny("llama"), place / "llama", tokenizer=tokenizer)
+    rows = [
+        [("user", f"say {word} once" if number % 2 else f"{word}!"), ("assistant", word * (1 if number % 2 else 9))]
+        for number, word in enumerate(WORDS * 2)
+    ]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    (place / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"sources": [{"path": str(place / "chats.jsonl")}], "assistant_only_loss": True, "length": 48}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, ("data.packing=documents",)),
+        ({}, ("training.gradient_accumulation_steps=2", "peft.peft_type=LORA", "peft.r=2")),
+        ({}, ("objective.kind=distill",)),
+        ({}, ("objective.kind=longce", "objective.longce.context=16")),
+        (FSDP, ()),
+        (None, ("peft.peft_type=LORA", "peft.r=2")),
+    ],
+    ids=["ddp-packed", "ddp-lora-accumulated", "ddp-distill", "ddp-longce", "fsdp2", "accelerate-fsdp2-lora"],
+)
+def test_chats_in_two_processes_are_trained_as_in_one(
+    tmp_path: Path, environment: dict[str, str] | None, settings: tuple[str, ...]
+) -> None:
+    """Loss and gradients are means over the counted tokens of both, which have very different numbers of them.
+
+    An environment of None is that of accelerate launch.
+    """
+    data = chat_source(tmp_path)
+    services = dataclasses.replace(FITTING, evaluate=nll_at_lengths)
+    wanted = recipe(tmp_path, "training.use_cpu=true", *settings, f"out={tmp_path / 'one'}", kind="llama", data=data)
+    rows = build_data(wanted.data, load_tokenizer(tmp_path / "llama", instead=""), causal=True, scheme_length=256)
+    counts = [(rows.train.sized(24)[item]["labels"] >= 0).sum() for item in range(24)]
+    halves = torch.tensor(counts).reshape(-1, 2, 2).sum(-1)  # of each batch, by process
+    assert (halves.amax(1) > 1.5 * halves.amin(1)).sum() > 1
+    one = run_recipe(wanted, services)
+    if environment is None:
+        config = written(tmp_path, "two", *settings, data=data)
+        run = accelerate_launch(config)
+        _, said = run.communicate(timeout=200)
+        assert run.returncode == 0, said[-4000:]
+        two = finished(config)
+    else:
+        two = launch(written(tmp_path, "two", *settings, data=data), environment)
+    assert_alike(two, one)
+    assert logged(two, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-3)
+    assert two.report["nll"] == pytest.approx(one.report["nll"], rel=1e-3)  # of the answers alone
 
 
 @pytest.mark.slow
