@@ -62,7 +62,9 @@ Text = Annotated[
 ]
 Column = Annotated[str, typer.Option(metavar="NAME", help="The text column of .jsonl and .parquet files.")]
 Documents = Annotated[int, typer.Option(metavar="N", help="Maximum number of documents.")]
-Trials = Annotated[int, typer.Option(metavar="N", help="Passkeys for each length and depth.")]
+Trials = Annotated[
+    int, typer.Option(metavar="N", help="Passkeys for each length and depth, prompts for each task and length.")
+]
 Margin = Annotated[float, typer.Option(metavar="NATS", help="Loss per token that the short-context verdict tolerates.")]
 KeySpans = Annotated[Path | None, typer.Option(metavar="FILE", help="Key tokens for longppl, from posswap key-spans.")]
 Tokenizer = Annotated[

@@ -20,7 +20,7 @@ from hf_posswap.evaluation.ctx_gain import context_gain, context_losses, context
 from hf_posswap.evaluation.longppl import KeySpans, long_perplexity
 from hf_posswap.evaluation.offset_probe import offset_change, offset_losses, offsets_of
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
-from hf_posswap.evaluation.ruler_lite import TASKS, ruler_prompt, ruler_score
+from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt, ruler_score
 from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_regression
 from hf_posswap.evaluation.store import unit_key
 
@@ -166,8 +166,17 @@ def measure_ruler(work: Work) -> dict[str, Any]:
 
 
 def _ruler(work: Work, task: str, length: int, sample: int) -> Unit:
+    documents = (
+        list(work.documents.tokens) if task == IN_DOCUMENTS else None
+    )  # the others have the same text everywhere
     write = partial(
-        ruler_prompt, work.tokenizer, task, length=length, seed=work.settings.seed, sample=sample
+        ruler_prompt,
+        work.tokenizer,
+        task,
+        length=length,
+        seed=work.settings.seed,
+        sample=sample,
+        documents=documents,
     )  # rewritten on demand, as in _needle
     prompt = write()
     return Unit(

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_posswap
-from hf_posswap.comparison import DEFAULT_METRICS, Candidate, EvalSettings, compare, evaluate
+from hf_posswap.comparison import DEFAULT_METRICS, Candidate, EvalSettings, compare, evaluate, measures
 from hf_posswap.comparison.candidates import fingerprint, shell_of
 from hf_posswap.errors import (
     CheckpointError,
@@ -35,6 +35,7 @@ from hf_posswap.errors import (
     PositionRangeError,
 )
 from hf_posswap.evaluation import Scorer, memory, store
+from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt
 from hf_posswap.training import byte_tokenizer
 
 WINDOW = 128
@@ -371,3 +372,23 @@ def test_a_model_is_called_by_its_folder_however_it_was_given(tmp_path: Path, mo
     assert Candidate(".").label == "mine"
     assert Candidate("..", "rope").label == f"{tmp_path.name}+rope"
     assert Candidate("below/").label == "below"
+
+
+def test_facts_are_in_the_documents_that_are_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one task: the others have the same text for all."""
+    prompts: dict[str, str] = {}
+
+    def recorded(tokenizer: Any, task: str, **options: Any) -> Any:
+        prompt = ruler_prompt(tokenizer, task, **options)
+        prompts[task] = bytes(token for token in prompt.ids if token < 256).decode()
+        return prompt
+
+    monkeypatch.setattr(measures, "ruler_prompt", recorded)
+    patched = hf_posswap.patch_model(gpt2(), "rope", max_length=1200)
+    texts = [f"{number}: " + " ".join(f"word {number * i}," for i in range(300)) for number in range(6)]
+    settings = EvalSettings(lengths=(1200,), trials=1, metrics=("ruler_lite",))
+    results = evaluate(patched, documents=texts, tokenizer=TOKENIZER, out=tmp_path, settings=settings).results
+    (measured,) = (row["ruler_lite"] for row in results["models"].values())
+    assert measured["left_out"] == {}
+    assert [cell["task"] for cell in measured["cells"]] == list(TASKS) == list(prompts)
+    assert [task for task, prompt in prompts.items() if re.search(r"word \d+, word", prompt)] == [IN_DOCUMENTS]

@@ -12,10 +12,16 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation import Scorer
-from hf_posswap.evaluation.ruler_lite import TASKS, RulerPrompt, ruler_prompt, ruler_score
+from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, RulerPrompt, ruler_prompt, ruler_score
+from hf_posswap.evaluation.ruler_tables import ASSOCIATIONS, CATEGORIES, PEOPLE
 from hf_posswap.training import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+OWN_FILLER = ("niah_crowd", "common_words", "frequent_words", "icl_labels")
+FUNCTION_WORDS = set(
+    "a an and as at behind beside for from has have had in into is lives neither nor not of on or out should so the "
+    "them to up when with after among around before under".split()
+) - {"lives"}
 
 
 def text_of(prompt: RulerPrompt) -> str:
@@ -29,7 +35,17 @@ def answers_of(prompt: RulerPrompt) -> list[str]:
 def solve(task: str, text: str) -> list[str]:
     """Return the answers, found by reading the prompt as a person would."""
     facts, question = text.rsplit("\n", 1)
-    if task.startswith("niah"):
+    if task == "niah_latent":
+        implied = re.fullmatch(r"Who (.*)\? The answer is:", question)[1]
+        (fact,) = [fact for fact, follows in ASSOCIATIONS if follows == implied]
+        return re.findall(rf"([A-Z][a-z]+) {fact}\.", facts)
+    if task == "icl_labels":
+        (category,) = [
+            words for words in CATEGORIES if re.fullmatch(r"The word (\w+) has the label", question)[1] in words
+        ]
+        examples = re.findall(r"The word (\w+) has the label (\d+)\.", facts)
+        return sorted({label for word, label in examples if word in category})
+    if task.startswith(("niah", "rag")):
         numbers = re.findall(r"The number of (\w+) is (\d+)\.", facts)
         asked = re.findall(r"\w+", re.search(r"numbers? of (.*)\?", question)[1].replace(" and ", ", "))
         return [value for name in asked for found, value in numbers if found == name]
@@ -43,7 +59,7 @@ def solve(task: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [1200, 3001])
+@pytest.mark.parametrize("length", [1200, 1900, 3001])  # at 1900, two chains of variables start with one number
 def test_each_prompt_has_its_length_and_its_answers_follow_from_its_text(task: str, length: int) -> None:
     for sample in range(20):
         prompt = ruler_prompt(TOKENIZER, task, length=length, sample=sample)
@@ -53,13 +69,126 @@ def test_each_prompt_has_its_length_and_its_answers_follow_from_its_text(task: s
         assert solve(task, text_of(prompt)) == answers_of(prompt)
 
 
-def test_there_are_eight_tasks_and_their_prompts_depend_on_their_numbers_alone() -> None:
-    assert len(TASKS) == 8
+def test_there_are_eleven_tasks_and_their_prompts_depend_on_their_numbers_alone() -> None:
+    assert len(TASKS) == 11
     for task in TASKS:
         one = ruler_prompt(TOKENIZER, task, length=1500, seed=1, sample=2)
         assert one == ruler_prompt(TOKENIZER, task, length=1500, seed=1, sample=2)
         assert one != ruler_prompt(TOKENIZER, task, length=1500, seed=1, sample=3)
         assert one != ruler_prompt(TOKENIZER, task, length=1500, seed=2, sample=2)
+
+
+def stems(text: str) -> set[str]:
+    """Return the beginnings of the content words of `text`, so that *bake* and *baker* are one."""
+    return {word[:4] for word in re.findall(r"[a-z]+", text.lower()) if word not in FUNCTION_WORDS}
+
+
+def test_a_latent_question_shares_no_content_word_with_any_fact_or_the_filler() -> None:
+    assert len(ASSOCIATIONS) >= 24
+    assert len({fact for fact, _ in ASSOCIATIONS}) == len({asked for _, asked in ASSOCIATIONS}) == len(ASSOCIATIONS)
+    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    for _, asked in ASSOCIATIONS:
+        assert stems(asked)
+        for fact, _ in ASSOCIATIONS:
+            assert not stems(asked) & stems(fact), (asked, fact)
+        assert not set(asked.split()) & set(re.findall(r"[a-z]+", filler.lower())) - FUNCTION_WORDS
+        assert not stems(asked) & stems(" ".join(PEOPLE))
+
+
+def test_a_latent_question_is_answered_by_one_of_the_facts_alone() -> None:
+    seen = set()
+    for sample in range(200):
+        prompt = ruler_prompt(TOKENIZER, "niah_latent", length=700, sample=sample)
+        text, (answer,) = text_of(prompt), answers_of(prompt)
+        facts, question = text.rsplit("\n", 1)
+        assert facts.count(answer) == 1
+        assert sum(fact in facts for fact, _ in ASSOCIATIONS) == 5
+        assert sum(name in facts for name in PEOPLE) == 5
+        assert answer not in question
+        seen.add(question)
+    assert len(seen) == len(ASSOCIATIONS)
+
+
+def test_labels_are_learned_from_examples_that_leave_out_the_word_of_the_question() -> None:
+    words = sum(CATEGORIES, ())
+    assert len(set(words)) == len(words) == 6 * len(CATEGORIES) == 144
+    places = set()
+    for sample in range(30):
+        text = text_of(ruler_prompt(TOKENIZER, "icl_labels", length=4000, sample=sample))
+        examples, question = text.rsplit("\n", 1)
+        (asked,) = re.findall(r"The word (\w+) has the label", question)
+        assert asked not in re.findall(r"\w+", examples)
+        pairs = re.findall(r"The word (\w+) has the label (\d+)\.", examples)
+        labels = {word: label for word, label in pairs}
+        assert all(labels[word] == label for word, label in pairs)
+        assert len({label for _, label in pairs[-24:]}) == 24  # the last ones have all labels
+        assert examples.endswith(f"The word {pairs[-1][0]} has the label {pairs[-1][1]}.\n")
+        by_category = [{labels[word] for word in category if word in labels} for category in CATEGORIES]
+        assert all(len(found) == 1 for found in by_category)
+        assert len(pairs) > 100
+        places.add(labels[pairs[0][0]])
+    assert len(places) > 5
+    with pytest.raises(DataError, match=r"an? icl_labels prompt takes at least 8\d\d tokens here, got length 700"):
+        ruler_prompt(TOKENIZER, "icl_labels", length=700)
+
+
+TEXTS = [" ".join(f"{word} of text {n}," for word in category) for n, category in enumerate(CATEGORIES[:12])]
+DOCUMENTS = [[TOKENIZER.bos_token_id, *text.encode()] for text in TEXTS]
+"""As `posswap eval` has them, each with a begin-of-text token."""
+FACTS = {
+    "variable_tracking": r"VAR [A-Z]+ = \w+\n",
+    "niah_latent": rf"(?:{'|'.join(PEOPLE)}) (?:{'|'.join(fact for fact, _ in ASSOCIATIONS)})\.\n",
+}
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in OWN_FILLER])
+def test_documents_replace_the_filler(task: str) -> None:
+    pattern, starts = FACTS.get(task, r"The number of \w+ is \d+\.\n"), set()
+    for sample in range(10):
+        prompt = ruler_prompt(TOKENIZER, task, length=1900, sample=sample, documents=DOCUMENTS)
+        assert len(prompt.ids) == 1900
+        assert prompt == ruler_prompt(TOKENIZER, task, length=1900, sample=sample, documents=DOCUMENTS)
+        facts, _ = text_of(prompt).rsplit("\n", 1)
+        assert solve(task, text_of(prompt)) == answers_of(prompt)
+        filler = re.sub(pattern, "", facts)
+        starts.add(filler[:40])
+        if task != IN_DOCUMENTS:
+            assert filler in "".join(TEXTS) * 3
+            continue
+        headers = re.findall(r"\nDocument (\d+):\n", filler)
+        count = len(headers)
+        assert count in (9, 10)
+        assert headers == [str(number) for number in range(1, count + 1)]
+        passages = re.split(r"\nDocument \d+:\n", filler)[1:]
+        sources = [[k for k, text in enumerate(TEXTS) if passage in text * 3] for passage in passages]
+        assert all(len(found) == 1 for found in sources)
+        assert len({found[0] for found in sources}) == count  # each of another document
+        holding = [len(re.findall(pattern, part)) for part in re.split(r"\nDocument \d+:\n", facts)[1:]]
+        assert sorted(holding) == [0] * (count - 8) + [1] * 8
+    assert len(starts) > 5
+
+
+def test_documents_with_the_answers_are_left_out_or_refused() -> None:
+    """Texts with a third of all answers: prompts are drawn again until the text has none."""
+    thirds = [list("; ".join(map(str, range(1000, 10_000, 3))).encode())]
+    for task in ("niah_single", IN_DOCUMENTS):
+        prompt = ruler_prompt(TOKENIZER, task, length=9000, documents=thirds)
+        assert text_of(prompt).count(answers_of(prompt)[0]) == 1
+    every = [list("".join(map(str, range(1000, 10_000))).encode())]
+    with pytest.raises(DataError, match=r"documents contain the answers of 50 niah_single prompts of 40000 tokens, so"):
+        ruler_prompt(TOKENIZER, "niah_single", length=40_000, documents=every)
+    for task in OWN_FILLER:
+        with pytest.raises(DataError, match=rf"the filler of {task} belongs to the task, and no document replaces it"):
+            ruler_prompt(TOKENIZER, task, length=3000, documents=DOCUMENTS)
+    with pytest.raises(DataError, match=r"2 documents for niah_single have no token of text: give token ids"):
+        ruler_prompt(TOKENIZER, "niah_single", length=900, documents=[[], [TOKENIZER.bos_token_id]])
+    with pytest.raises(DataError, match=r"a rag_documents prompt takes at least \d+ tokens here, got length 400"):
+        ruler_prompt(TOKENIZER, IN_DOCUMENTS, length=400)
+
+
+def test_many_documents_have_shorter_numbers_than_answers() -> None:
+    text = bytes(ruler_prompt(TOKENIZER, IN_DOCUMENTS, length=200_000).ids[1:]).decode()
+    assert [int(number) for number in re.findall(r"Document (\d+):", text)] == list(range(1, 1000))
 
 
 def test_needles_stand_in_all_of_the_text() -> None:
