@@ -1,6 +1,6 @@
 """The functions by which transformers makes and applies rotary angles.
 
-All are alike in transformers 5.14 to 5.23.
+All are alike in transformers 5.14 to 5.24, but for longrope by layer type, which releases before 5.21 cannot run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LONGROPE_BY_LAYER_TYPE = (5, 21)
+
 
 def rope_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
     """Return what transformers computes the frequencies of a rope type with, from a config, a device and a length.
@@ -23,6 +25,18 @@ def rope_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     return ROPE_INIT_FUNCTIONS[rope_type]
+
+
+def runs_longrope_by_layer_type() -> bool:
+    """Return whether this transformers runs longrope in a model whose layer types have rope parameters of their own.
+
+    Touches no name, but `modeling_rope_utils.dynamic_rope_update` by its release: before 5.21 it raises
+    UnboundLocalError at the second text beyond the original length. Without it such a model is recommended and stops.
+    """
+    from transformers import __version__
+
+    major, minor = __version__.split(".")[:2]
+    return (int(major), int(minor)) >= _LONGROPE_BY_LAYER_TYPE
 
 
 def quarter_turn(code: ModuleType, probe: Tensor) -> Tensor | None:

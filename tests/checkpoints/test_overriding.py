@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ SCHEMES: dict[str, Any] = {
     "by parts": "ntk_by_parts:factor=4",
     "a list of angles": "resonance_yarn:factor=4",
 }
+LONGROPE = ("longrope", "a list of angles")
+"""The schemes that a config has as longrope."""
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -225,14 +228,17 @@ REFUSED = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pasted_into_transformers_it_computes_what_the_swapped_model_does(cases: Any, family: str, scheme: str) -> None:
     case = cases(family)
-    if RELEASE < (5, 24) and family.startswith("gemma3") and scheme in ("longrope", "a list of angles"):
-        pytest.skip("5.14 cannot run longrope by layer type: it reads long_inv_freq before it has it")
+    if RELEASE < (5, 21) and family.startswith("gemma3") and scheme in LONGROPE:
+        with pytest.raises(UnsupportedSwapError, match="which cannot run longrope in a Gemma3"):
+            overrides(case.folder, SCHEMES[scheme], "transformers")
+        return
     if not expressible(case, SCHEMES[scheme]):
         with pytest.raises(UnsupportedSwapError, match="posswap patch"):
             overrides(case.folder, SCHEMES[scheme], "transformers")
         return
     pasted = overrides(case.folder, SCHEMES[scheme], "transformers")
     assert pasted.verdict == "exact"
+    assert any("5.21" in note for note in pasted.notes) == (family.startswith("gemma3") and scheme in LONGROPE)
     case.is_swapped(of_python(pasted.text, case), SCHEMES[scheme])
 
 
@@ -249,6 +255,8 @@ def test_pasted_into_a_program_it_gives_its_config_the_swap(
     inside = "pictures" in family
     refused = scheme in REFUSED.get(target, ()) or (inside and target == "axolotl")
     refused |= target == "llamafactory" and family.startswith("gemma3")
+    by_stock_code = ("axolotl", *(("trl", "verl") if RELEASE < (5, 21) else ()))  # axolotl installs transformers 5.16
+    refused |= target in by_stock_code and family.startswith("gemma3") and scheme in LONGROPE
     # its merge keeps the original length of a Llama 3.1, and it does not multiply the length of several layer types
     refused |= (target, scheme) == ("sglang", "dynamic") and family != "llama"
     if refused or not expressible(case, SCHEMES[scheme]):
@@ -339,6 +347,34 @@ def test_settings_that_a_merge_would_keep_are_refused() -> None:
         overrides(config, "yarn:factor=4,original_length=32", "sglang")
     replaced = overrides(config, "yarn:factor=4,original_length=32", "vllm")  # vLLM replaces the whole dict
     assert "mscale" not in by_vllm(config, replaced.values).rope_parameters
+
+
+@pytest.mark.parametrize("scheme", LONGROPE)
+def test_longrope_by_layer_type_is_refused_where_transformers_cannot_run_it(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See the test of `runs_longrope_by_layer_type` for what the installed transformers does."""
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.20.2")
+    for target in ("transformers", "trl", "verl"):
+        with pytest.raises(UnsupportedSwapError) as raised:
+            overrides(TINY_GEMMA, SCHEMES[scheme], target)
+        message = str(raised.value)
+        assert "transformers 5.20.2 is installed, which cannot run longrope in a Gemma3ForCausalLM" in message
+        assert message.endswith("Install transformers 5.21 or newer, or use yarn or ntk.")
+        overrides(TINY["llama"].config(), SCHEMES[scheme], target)
+        overrides(TINY_GEMMA, "yarn:factor=4", target)
+    for target in ("vllm", "sglang"):  # they compute the angles themselves
+        overrides(TINY_GEMMA, SCHEMES[scheme], target)
+    for version in ("5.21.0", "5.22.0.dev0", "6.0.0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        for target in ("transformers", "trl", "verl"):
+            assert any(
+                "transformers 5.21 or newer" in note for note in overrides(TINY_GEMMA, SCHEMES[scheme], target).notes
+            )
+        with pytest.raises(
+            UnsupportedSwapError, match=r"axolotl 0\.19\.0 installs transformers 5\.16\.1, which cannot"
+        ):
+            overrides(TINY_GEMMA, SCHEMES[scheme], "axolotl")
 
 
 @pytest.mark.parametrize("target", TARGETS)

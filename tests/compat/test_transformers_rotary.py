@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from hf_posswap.compat import transformers_rotary
 
@@ -21,6 +22,27 @@ def test_rope_function() -> None:
         assert callable(transformers_rotary.rope_function(name))
     with pytest.raises(KeyError):
         transformers_rotary.rope_function("no such type")
+
+
+def test_runs_longrope_by_layer_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a model of two layer types that reads two texts beyond its original length."""
+    lists = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+             "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # fmt: skip
+    config = Gemma3TextConfig(
+        hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=30,
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=32,
+        rope_parameters={"full_attention": lists, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    )  # fmt: skip
+    model, runs = Gemma3ForCausalLM(config).eval(), True
+    try:
+        for _ in range(2):
+            model(torch.arange(20)[None])
+    except UnboundLocalError:
+        runs = False
+    assert transformers_rotary.runs_longrope_by_layer_type() == runs
+    for version, expected in (("5.20.2", False), ("5.21.0", True), ("5.21.0.dev0", True), ("6.0.0", True)):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which replaces itself
+        assert transformers_rotary.runs_longrope_by_layer_type() == expected
 
 
 @pytest.mark.parametrize(

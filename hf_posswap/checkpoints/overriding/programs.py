@@ -24,14 +24,24 @@ from hf_posswap.checkpoints.overriding.applying import (
     vllm_length,
 )
 from hf_posswap.checkpoints.overriding.wanted import ConfigSwap, Pasted, nested
+from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 
+_AXOLOTL = "axolotl 0.19.0 installs transformers 5.16.1"
 _SAME_CODE = "the program loads the model with transformers, so it computes what patch_model computes"
 
 
 def transformers(swap: ConfigSwap) -> Pasted:
     """Return the lines that load the unswapped model with the swap."""
+    notes: tuple[str, ...] = ()
+    if swap.has_longrope_by_layer_type:
+        if not runs_longrope_by_layer_type():
+            from transformers import __version__ as installed
+
+            advice = "Install transformers 5.21 or newer, or use"
+            raise UnsupportedSwapError(_no_longrope(swap, f"transformers {installed} is installed", advice))
+        notes = ("transformers 5.21 or newer: older ones stop at the second text beyond the original length.",)
     values = nested(swap.values)
     check_applied(by_transformers, swap.config, values, swap.wanted_rope, swap.instead)
     lines = [f"    {name}={_python(value)}," for name, value in values.items()]
@@ -45,7 +55,15 @@ def transformers(swap: ConfigSwap) -> Pasted:
             ")",
         ]
     )
-    return Pasted(text, values, "exact", "the same code as patch_model's native swap")
+    return Pasted(text, values, "exact", "the same code as patch_model's native swap", notes=notes)
+
+
+def _no_longrope(swap: ConfigSwap, reason: str, advice: str) -> str:
+    """Return the message for a transformers that cannot run longrope by layer type, which ends with yarn or ntk."""
+    return (
+        f"{reason}, which cannot run longrope in a {swap.plan.model}, whose layer types have rope parameters of their "
+        f"own: the second text beyond the original length raises UnboundLocalError. {advice} yarn or ntk."
+    )
 
 
 def vllm(swap: ConfigSwap) -> Pasted:
@@ -133,7 +151,8 @@ def _older_vllm(swap: ConfigSwap) -> str | None:
 
 def trl(swap: ConfigSwap) -> Pasted:
     """Return TRL's arguments in Python, and those of its command."""
-    values = transformers(swap).values
+    loaded = transformers(swap)
+    values = loaded.values
     text = "\n".join(
         [
             "from trl import SFTConfig, SFTTrainer",
@@ -150,7 +169,7 @@ def trl(swap: ConfigSwap) -> Pasted:
         + ["--model_init_kwargs", json.dumps(values)]
     )
     notes = ("Give the trainer the model's name, as above: model_init_kwargs are not used for a model object.",)
-    return Pasted(text, values, "exact", _SAME_CODE, {"the command": command}, notes)
+    return Pasted(text, values, "exact", _SAME_CODE, {"the command": command}, (*loaded.notes, *notes))
 
 
 def axolotl(swap: ConfigSwap) -> Pasted:
@@ -160,6 +179,8 @@ def axolotl(swap: ConfigSwap) -> Pasted:
             f"axolotl cannot override {swap.part}, where a {swap.plan.model} has its rope parameters: it would replace "
             f"that config by a plain dict. Save the model with {swap.patched}, and set base_model: DIR."
         )
+    if swap.has_longrope_by_layer_type:
+        raise UnsupportedSwapError(_no_longrope(swap, _AXOLOTL, "Use"))
     if swap.position_config.rope_type == "dynamic" and swap.length > swap.position_config.original:  # type: ignore[operator]
         raise UnsupportedSwapError(
             "axolotl sets max_position_embeddings to sequence_len, and transformers' rope type dynamic takes the "
@@ -236,6 +257,7 @@ def verl(swap: ConfigSwap) -> Pasted:
     ]
     text = f"{shlex.join(['python', '-c', code])}\n{shlex.join(['python', '-m', 'verl.trainer.main_ppo', *keys])}"
     notes = (
+        *loaded.notes,
         "model.override_config cannot hold rope parameters: verl 0.9.1 raises AttributeError.",
         f"Copy the model's generation_config.json into {folder} if it has one: verl reads it there.",
         "engine_kwargs.vllm.hf_overrides replaces the overrides that verl's own quantization sets.",

@@ -58,6 +58,12 @@ class ConfigSwap:
         return {parent: value for (parent, _, leaf), value in split if leaf == "rope_parameters"}
 
     @property
+    def has_longrope_by_layer_type(self) -> bool:
+        """Whether a layer type gets rope parameters of its own with the rope type longrope."""
+        sets = (each for rope in self.wanted_rope.values() for each in rope.values() if isinstance(each, dict))
+        return any(each.get("rope_type") == "longrope" for each in sets)
+
+    @property
     def swapped_config(self) -> Any:
         """A copy of the config with the values of the swap."""
         config = copy.deepcopy(self.config)
