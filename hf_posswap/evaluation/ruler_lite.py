@@ -311,7 +311,8 @@ class _Layout:
         else:
             bounds, cuts = [0, room], [0, *sorted(int(cut) for cut in random.integers(0, room + 1, len(pieces))), room]
         gaps = self._generated(cuts) if texts is None else self._from(texts, bounds, cuts, random)
-        return [part for pair in itertools.zip_longest(gaps, pieces, fillvalue=[]) for part in pair], gaps
+        parts = [part for gap, piece in zip(gaps, pieces, strict=False) for part in (gap, piece)]
+        return [*parts, gaps[-1]], gaps
 
     def _room(self, parts: list[list[int]]) -> int:
         """Return the tokens that are left for filler next to `parts`."""
