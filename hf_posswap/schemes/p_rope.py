@@ -84,13 +84,13 @@ class PRope(RotaryScheme):
         return not isinstance(self.select, str) and isinstance(self.select[0], tuple)
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
         if self.partial is not None and self.p is None and isinstance(self.select, str):
             raise SchemeError(
                 f"{self.name}: partial={self.partial:g} narrows the rotation and spreads its frequencies over the "
                 "narrower width, so that every pair turns otherwise than before; the share of the pairs that turn is "
                 f"p. Give p={self.partial:g} in its place, or p as well if you mean both."
             )
-        resolved = super().resolve(geometry, max_length)
         pairs = resolved.rotary_dim(geometry) // 2
         if isinstance(self.select, str):
             resolved = dataclasses.replace(resolved, p=BEST_P if self.p is None else self.p)

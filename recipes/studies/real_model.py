@@ -197,6 +197,10 @@ def _opened(
     base: Path, valid: Sequence[Path], length: int, documents: int, *, placed: tuple[str, str, int], **others: Any
 ) -> Setting:
     device, dtype, threads = placed
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: there is no CUDA device here; leave it out for the CPU.")
+    if dtype not in ("float32", "bfloat16"):
+        raise OptionError(f"--dtype {dtype}: there are float32 and bfloat16.")
     torch.set_num_threads(threads)
     folder = Path(checkpoint_of(base))
     model = hf_posswap.load(folder, dtype=getattr(torch, dtype)).eval().to(device)

@@ -98,6 +98,8 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     result, _ = run(tmp_path, "beyond", "--length", "3072", "--only", "yarnn")
     assert result.exit_code != 0
     assert "--only yarnn: there are base, sliding window, yarn," in result.output
+    result, _ = run(tmp_path, "beyond", "--dtype", "half")
+    assert "--dtype half: there are float32 and bfloat16" in result.output
 
 
 def test_a_trained_reader_and_its_control_are_read_too(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_resolving_fills_every_parameter_from_the_model(
 @pytest.mark.parametrize("name", list(schemes_for("text")))
 def test_what_is_given_is_kept(geometry: Geometries, name: str) -> None:
     cls = SCHEMES.get(name)
-    wanted = {"base": 123.0, "partial": 0.5, "original_length": 100, "attention_factor": 1.5, "factor": 3.0}
+    wanted = {"base": 123.0, "partial": 0.5, "original_length": 100, "attention_factor": 1.5, "factor": 3.0, "p": 0.5}
     wanted = {f.name: wanted[f.name] for f in dataclasses.fields(cls) if f.name in wanted}
     lists = {"long_factor": (2.0,) * 4} if cls is LongRope else {}
     shape = geometry(base=9.0, layout="half", rotary_dim=16, frequencies=(1.0,) * 8)

@@ -194,7 +194,10 @@ def test_the_estimate_knows_scores_of_every_length_and_the_teacher(tmp_path: Pat
     assert both == whole
     taught = training_need(model, wanted, Launch(), biased=(), chunk=8, teacher=tiny("gpt2"))
     assert taught.teacher == taught.weights
-    assert taught.total - training_need(model, wanted, Launch(), biased=(), chunk=8).total == taught.weights
+    alone = training_need(model, wanted, Launch(), biased=(), chunk=8)
+    words = model.config.vocab_size
+    assert taught.logits - alone.logits == 2 * 8 * words * 4, "those of the teacher, and its chances"
+    assert taught.total - alone.total == taught.weights + taught.logits - alone.logits
 
 
 def test_sharded_weights_are_counted_in_parts(tmp_path: Path) -> None:
