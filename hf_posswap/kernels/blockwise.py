@@ -20,11 +20,22 @@ from hf_posswap.utils.autocast import without_autocast
 
 
 class Block(NamedTuple):
-    """A block of queries, and a range of keys that contains all visible ones."""
+    """A block of queries of some heads, and a range of keys that contains all visible ones.
+
+    With grouped heads, `heads` are those of some groups, or some of one group's.
+    """
 
     rows: slice
     queries: slice
     keys: slice
+    heads: slice = slice(None)
+
+    def indices(self, share: int) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
+        """Return the indices of the queries and of the keys, if `share` heads share a key."""
+        groups = self.heads
+        if groups != slice(None):
+            groups = slice(groups.start // share, -(-groups.stop // share))
+        return (self.rows, self.heads, self.queries), (self.rows, groups, self.keys)
 
 
 class BlockBias(Protocol):
@@ -34,13 +45,13 @@ class BlockBias(Protocol):
     """The tensors that the bias depends on, which may need gradients."""
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks. Each query is in at most one; a query in none attends to nothing and outputs zero."""
+        """Yield the blocks. Each query of a head is in at most one; one in none attends to nothing and outputs zero."""
 
     def make(self, block: Block) -> Tensor:
-        """Return the bias of a block, [1 or b, H, q, k]; -inf, or the lowest number, masks."""
+        """Return the bias of a block, [1 or b, h, q, k]; -inf, or the lowest number, masks."""
 
     def gradient(self, change: Tensor, block: Block) -> None:
-        """Accumulate the gradient of the result of `make`, [b, H, q, k]."""
+        """Accumulate the gradient of the result of `make`, [b, h, q, k]."""
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return the accumulated gradients of `parameters`."""
@@ -77,7 +88,7 @@ class _Blockwise(torch.autograd.Function):
         whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
         total = torch.zeros(query.shape[:3], dtype=fused.bias_dtype(query.dtype), device=query.device)
         for block in bias.blocks():
-            query_index, key_index = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            query_index, key_index = block.indices(query.shape[1] // key.shape[1])
             whole[query_index], total[query_index] = fused.forward(
                 query[query_index],
                 key[key_index],
@@ -97,7 +108,7 @@ class _Blockwise(torch.autograd.Function):
         bias, learned = ctx.bias, any(ctx.needs_input_grad[5:])
         grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for block in bias.blocks():
-            query_index, key_index = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            query_index, key_index = block.indices(query.shape[1] // key.shape[1])
             arguments = (
                 grad[query_index],
                 query[query_index],

@@ -86,7 +86,7 @@ class MadeBias:
                     yield Block(slice(*segment.rows), slice(start, stop), slice(low, high))
 
     def make(self, block: Block) -> Tensor:
-        bias = self.maker(*block).to(self.dtype)  # [1 or b, H, q, k]
+        bias = self.maker(block.rows, block.queries, block.keys).to(self.dtype)  # [1 or b, H, q, k]
         if self.mask is not None:
             mask = self.mask if len(self.mask) == 1 else self.mask[block.rows]
             mask = mask[..., block.queries, block.keys]

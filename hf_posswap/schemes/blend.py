@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, rotate, stock_cos_sin
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits, make_scheme
@@ -134,6 +135,11 @@ class BlendMechanism(Mechanism):
         return self.new is not None and self.new.distance_only
 
     @property
+    def piecewise(self) -> bool:  # type: ignore[override]
+        """Whether the bias is piecewise linear in a share of distance and query position."""
+        return self.new is not None and self.new.piecewise
+
+    @property
     def slopes(self) -> Tensor | None:  # type: ignore[override]
         """Those of the new mechanism, times its weight."""
         slopes = None if self.new is None else self.new.slopes
@@ -170,6 +176,11 @@ class BlendMechanism(Mechanism):
     def distance_bias(self, distances: Tensor) -> Tensor:
         assert self.new is not None
         return self.weight * self.new.distance_bias(distances)
+
+    def piecewise_bias(self, distances: Tensor, query_positions: Tensor) -> PiecewiseBias:
+        assert self.new is not None
+        bias, w = self.new.piecewise_bias(distances, query_positions), self.weight
+        return bias._replace(offsets=w * bias.offsets, slopes=w * bias.slopes, bends=w * bias.bends)
 
     def scale(self, query_positions: Tensor) -> Tensor:
         assert self.new is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import distances, generator, parameter, uniform
@@ -99,6 +100,7 @@ class FireMechanism(Mechanism):
     """
 
     biases = True
+    piecewise = True
 
     def __init__(self, scheme: Fire, heads: int) -> None:
         super().__init__()
@@ -114,12 +116,41 @@ class FireMechanism(Mechanism):
         self.out_bias = parameter(uniform(-bound, bound, (heads,), source))
 
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = distances(query_positions, key_positions).float()  # [B, Q, K]
-        threshold = (self.multiplier.float() * self.threshold).abs()  # [1]
-        reference = torch.maximum(query_positions.float(), threshold)[:, :, None]  # [B, Q, 1]
+        dtype = self._dtype
+        distance = distances(query_positions, key_positions).to(dtype)  # [B, Q, K]
+        threshold = (self.multiplier.to(dtype) * self.threshold).abs()  # [1]
+        reference = torch.maximum(query_positions.to(dtype), threshold)[:, :, None]  # [B, Q, 1]
         share = self._psi(distance) / (self._psi(reference) + EPSILON)  # [B, Q, K]
         with without_autocast(share):
             return self._network(share)
+
+    def piecewise_bias(self, distances: Tensor, query_positions: Tensor) -> PiecewiseBias:
+        weight, shift = self.hidden_weight.double(), self.hidden_bias.double()  # [W]
+        outer, offset = self.out_weight.double(), self.out_bias.double()  # [H, W], [H]
+        threshold = (self.multiplier.double() * self.threshold).abs()  # [1]
+        line = self._psi(distances.double())
+        factors = 1 / (self._psi(torch.maximum(query_positions.double(), threshold)) + EPSILON)
+        largest = line.detach().amax() * factors.detach().amax()
+        with torch.no_grad():
+            knot = -shift / weight
+            # at a share of 0 or more, a falling unit with its knot at 0 is off, as one with a knot below
+            has_knot = (weight != 0) & (knot <= largest) & torch.where(weight < 0, knot > 0, knot >= 0)
+            is_off = ~has_knot & (weight * (largest / 2) + shift <= 0)
+            # a falling unit is a line plus a rising unit
+            is_line = torch.where(has_knot, weight < 0, ~is_off)
+        knots = -shift / torch.where(has_knot, weight, 1.0)
+        bends = outer * torch.where(has_knot, weight.abs(), 0.0)
+        order = torch.where(has_knot, knots.detach(), torch.inf).argsort()
+        has_knot, knots, bends = has_knot[order], knots[order], bends[:, order]
+        zero = torch.zeros_like(outer[:, :1])
+        turns = torch.cat((zero, bends), dim=1).cumsum(dim=1)
+        drops = torch.cat((zero, bends * torch.where(has_knot, knots, 0.0)), dim=1).cumsum(dim=1)
+        line_slope = (outer * torch.where(is_line, weight, 0.0)).sum(dim=1)
+        line_offset = offset + (outer * torch.where(is_line, shift, 0.0)).sum(dim=1)
+        return PiecewiseBias(
+            line, factors, torch.where(has_knot, knots, torch.inf), line_offset[:, None] - drops,
+            line_slope[:, None] + turns, bends, (weight < 0)[order],
+        )  # fmt: skip
 
     def _network(self, share: Tensor) -> Tensor:
         """Return f_h of `share` [B, Q, K], [B, H, Q, K]."""
@@ -135,14 +166,20 @@ class FireMechanism(Mechanism):
 
     def _of(self, share: Tensor) -> Tensor:
         """Return f_h of `share` [B, 1, n], [B, H, n]."""
-        inner, outer = self.hidden_bias.float()[:, None], self.out_bias.float()[:, None]
-        hidden = (self.hidden_weight.float()[:, None] * share).add_(inner).relu_()  # [B, W, n]
+        dtype = share.dtype
+        inner, outer = self.hidden_bias.to(dtype)[:, None], self.out_bias.to(dtype)[:, None]
+        hidden = (self.hidden_weight.to(dtype)[:, None] * share).add_(inner).relu_()  # [B, W, n]
         # matmul takes another path, with other rounding, for frozen weights
-        return torch.einsum("hw,bwn->bhn", self.out_weight.float(), hidden) + outer
+        return torch.einsum("hw,bwn->bhn", self.out_weight.to(dtype), hidden) + outer
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of the computation: float32, or float64 if the parameters are."""
+        return torch.promote_types(self.out_weight.dtype, torch.float32)
 
     def _psi(self, length: Tensor) -> Tensor:
         """Return ln(1 + |c length|)."""
-        return (self.c.float() * length).abs().log1p()
+        return (self.c.to(length.dtype) * length).abs().log1p()
 
     def extra_repr(self) -> str:
         heads, width = self.out_weight.shape

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posswap.kernels.merge import Region
+from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.common.numbered import number
 from hf_posswap.schemes.common.piece import Keys, Piece
 
@@ -33,6 +34,8 @@ class Mechanism(nn.Module):
     """Whether a bias is added to the attention scores."""
     distance_only: bool = False
     """Whether the bias is a function of the distance alone: `distance_bias` gives it."""
+    piecewise: bool = False
+    """Whether the bias is piecewise linear in a share of distance and query position: `piecewise_bias` gives it."""
     slopes: Tensor | None = None
     """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: the bias has another form."""
     regions: tuple[Region, ...] | None = None
@@ -143,4 +146,8 @@ class Mechanism(nn.Module):
 
     def distance_bias(self, distances: Tensor) -> Tensor:
         """Return the bias of `distances` [N], query position less key position; [H, N], float32."""
+        raise NotImplementedError
+
+    def piecewise_bias(self, distances: Tensor, query_positions: Tensor) -> PiecewiseBias:
+        """Return the bias of `distances` [N], which rise by one, for queries at `query_positions` [Q]; float64."""
         raise NotImplementedError

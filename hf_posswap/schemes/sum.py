@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import SCHEMES, TERMS, Kind, Scheme, Traits, make_scheme
 from hf_posswap.schemes.common.piece import Keys, Piece
@@ -229,6 +230,7 @@ class SumMechanism(Mechanism):
         self.biases, self.scales = bool(self._biased), bool(self._scaled)
         biased = [terms[i] for i in self._biased]
         self.distance_only = self.biases and all(term.distance_only for term in biased)
+        self.piecewise = len(biased) == 1 and biased[0].piecewise
         slopes = [term.slopes for term in biased if term.slopes is not None]
         self.slopes = torch.stack(slopes).sum(dim=0) if slopes and len(slopes) == len(biased) else None
 
@@ -263,6 +265,9 @@ class SumMechanism(Mechanism):
 
     def distance_bias(self, distances: Tensor) -> Tensor:
         return _added([self._term(i).distance_bias(distances) for i in self._biased])
+
+    def piecewise_bias(self, distances: Tensor, query_positions: Tensor) -> PiecewiseBias:
+        return self._term(self._biased[0]).piecewise_bias(distances, query_positions)
 
     def scale(self, query_positions: Tensor) -> Tensor:
         first, *others = (by_head(self._term(i).scale(query_positions)) for i in self._scaled)

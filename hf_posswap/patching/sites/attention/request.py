@@ -145,7 +145,7 @@ def _divided(name: str, layout: Layout) -> Division | None:
     ]
     if name == "hankel":
         fast = [segment for segment, on_line in zip(fast, by_line(fast), strict=True) if on_line]
-    elif name != "merge":
+    elif name not in ("merge", "chunked"):
         fast = [segment for segment in fast if segment.distances[0] >= 0]
     rest = [segment for segment in (*layout.regular, *layout.irregular) if segment not in fast]
     return Division(tuple(fast), tuple(rest)) if fast else None

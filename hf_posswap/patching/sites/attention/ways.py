@@ -20,6 +20,7 @@ from hf_posswap.kernels.flex import attend_read
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.made_bias import attend_made
 from hf_posswap.kernels.merge import region_calls
+from hf_posswap.kernels.piecewise_bias import PiecewiseBlocks, attend_piecewise, piecewise_blocks
 from hf_posswap.kernels.row_bias import attend_linear, linear_calls
 from hf_posswap.kernels.segments import Segment
 from hf_posswap.patching.sites.attention.request import Division, Request
@@ -72,6 +73,17 @@ def _flex(request: Request, pieces: Pieces) -> Tensor:
 
 
 def _chunked(request: Request, pieces: Pieces) -> Tensor:
+    division = request.division("chunked") if request.mechanism.piecewise else None
+    if division is not None:
+        known, tensors = division, (request.query, request.key, request.value)
+
+        def make() -> PiecewiseBlocks:
+            return piecewise_blocks(request.query, request.key, request.mechanism.piecewise_bias, known.fast)
+
+        key = "piecewise", id(division), request.query.dtype, request.share
+        blocks = make() if torch.is_grad_enabled() else request.shared(key, make)
+        out = attend_piecewise(*tensors, blocks, scaling=request.scaling)
+        return _add_biased(request, out, division.rest)
     layout = request.layout
     return _biased(request, None if layout is None else (*layout.regular, *layout.irregular))
 

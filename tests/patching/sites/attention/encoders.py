@@ -19,4 +19,7 @@ def swapped_bert(scheme: str) -> Any:
     )  # fmt: skip
     model = BertModel(config).double().eval()
     patch_model(model, scheme)
+    for name, parameter in model.named_parameters():
+        if "posswap" in name:  # float32, as it was made
+            parameter.data = parameter.data.double()
     return model
