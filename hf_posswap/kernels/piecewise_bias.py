@@ -31,7 +31,7 @@ LEARNED_ROWS = 32
 """Queries per call if the backward materializes the scores, and all heads: they share the inputs of the network."""
 STEP = 32
 """Queries between two whose bias is computed; a divisor of the above."""
-DENSE = 2**20
+DENSE = 2**19
 """Numbers of a dense bias that fit the processor's cache: they set the number of heads per call."""
 KEPT = 2**21
 """Numbers that the layers of a forward share, 8 MiB of float32."""
