@@ -31,7 +31,7 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.testing.twin import isolated, twin_config
 from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
-from hf_posswap.versions import is_tested, tested_range
+from hf_posswap.versions import is_tested, tested
 
 SETTING = "POSSWAP_UNTESTED"
 """The environment variable that selects the behaviour on an untested version."""
@@ -116,7 +116,8 @@ def _advice() -> str:
 
 
 def _versions(untested: dict[str, str]) -> str:
-    descriptions = [f"{package} {version} (tested: {tested_range(package)})" for package, version in untested.items()]
+    releases = {package: ", ".join(tested().get(package, ())) or "none" for package in untested}
+    descriptions = [f"{package} {version} (tested: {releases[package]})" for package, version in untested.items()]
     return f"hf_posswap has not been tested with {' and '.join(descriptions)}"
 
 
