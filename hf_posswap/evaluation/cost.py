@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def costs_are_possible(model: PreTrainedModel, length: int, new_tokens: int = 8)
 def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
     """Return the cache after `ids`, read in chunks of `prefill` tokens, without computing logits."""
     chunk_size, cache = prefill or ids.shape[1], None
-    body: Any = model.base_model
+    body: Any = unwrap(model).base_model  # PEFT's base_model gives logits
     for start in range(0, ids.shape[1], chunk_size):
         stop = min(start + chunk_size, ids.shape[1])
         seen = torch.ones_like(ids[:, :stop])

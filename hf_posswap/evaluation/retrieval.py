@@ -19,6 +19,7 @@ from torch.nn import functional
 from hf_posswap.errors import DataError, NumericError, OptionError
 from hf_posswap.evaluation.frames import special_frame
 from hf_posswap.evaluation.statistics import wilson_interval
+from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def embed(
         while stop < len(documents) and len(documents[stop]) == size and (stop + 1 - start) * size <= batch_tokens:
             stop += 1
         ids = torch.tensor([list(document) for document in documents[start:stop]], device=model.device)
-        body: Any = model.base_model
+        body: Any = unwrap(model).base_model  # PEFT's base_model is no encoder
         states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]
         vectors.append(states.mean(1) if pooling == "mean" else states[:, 0 if pooling == "cls" else -1])
         start = stop

@@ -282,9 +282,10 @@ def _mixed_loss(student_logits: Tensor, teacher_logits: Tensor, targets: Tensor,
 
 
 class _MixedLoss(torch.autograd.Function):
-    """Cross-entropy mixed with a divergence; the gradient is made with the loss, in three tensors of the logits' size.
+    """Cross-entropy mixed with a divergence; the gradient is computed with the loss, in place of its logarithms.
 
-    Through autograd the same formula holds eight. The gradient of w T^2 KL is w T (p - q), of cross-entropy p - 1.
+    With p the softened model and q the softened teacher, the gradient of w T^2 KL is w T (p - q); that of cross-entropy
+    is the model's distribution less 1 at the target.
     """
 
     @staticmethod

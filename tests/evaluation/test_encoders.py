@@ -153,3 +153,14 @@ def test_what_cannot_be_retrieved_is_refused() -> None:
         retrieval_documents(byte_tokenizer(), ["A fact."], 8)
     with pytest.raises(OptionError, match="pooling is 'mean', 'cls' or 'last', got 'max'"):
         embed(bert(), [[2, 3]], pooling="max")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_of_peft_are_embedded_as_the_merged_model_is() -> None:
+    peft = pytest.importorskip("peft")
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    model = BertForMaskedLM(BertConfig(vocab_size=9, **shape)).eval()
+    config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    found = embed(adapted, [[1, 2, 3], [4, 5]])
+    torch.testing.assert_close(found, embed(adapted.merge_and_unload().eval(), [[1, 2, 3], [4, 5]]))

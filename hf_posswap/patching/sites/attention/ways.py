@@ -96,7 +96,7 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
         regions = tuple(piece.pairs for piece in all_pieces)
     assert regions is not None
     numbers, calls = request.shared(
-        ("merge calls", id(division), regions), lambda: numbered_anew(region_calls(regions, division.fast))
+        ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
     )
     queries, keys, value = request.query.shape[2], request.key.shape[2], as_attended(request.value)
     turned: dict[Any, Tensor] = {}  # regions may share their keys
