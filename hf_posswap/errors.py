@@ -151,6 +151,10 @@ class TrainingWarning(_PosswapWarning):
     """Training continues in a degraded form; the message names the missing feature."""
 
 
+class DataWarning(_PosswapWarning):
+    """No text was given to measure on; the message says which is used instead."""
+
+
 class BackendWarning(_PosswapWarning):
     """A faster attention backend is unavailable; the message says why, and what is used instead."""
 

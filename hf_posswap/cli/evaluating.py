@@ -186,8 +186,8 @@ def _kept_note(folder: Path | None) -> str:
     return f"Interrupted. {count} finished units are kept in {folder}: the same command resumes from them."
 
 
-def requested_text(text: list[Path] | None) -> list[Path] | None:
-    """Return the paths that --text names; None: Python's own text, which was asked for as `python`.
+def requested_text(text: list[Path] | None) -> list[Path] | str:
+    """Return the paths that --text names, or "python" for Python's own text.
 
     Raises:
         OptionError: no text is given, or `python` and others.
@@ -201,7 +201,7 @@ def requested_text(text: list[Path] | None) -> list[Path] | None:
         return text
     if len(text) > 1:
         raise OptionError(f"--text {PYTHON} goes alone: measure on other texts in a second run, or give ./{PYTHON}.")
-    return None
+    return PYTHON
 
 
 def eval_settings(

@@ -48,11 +48,12 @@ def key_spans(
     """
     source = source_of(model)
     _check_numbers(length, short, stride, documents, gain, limit)
-    documents_source = requested_text(text)
+    requested = requested_text(text)
     with quiet_library():
-        from hf_posswap.comparison.documents import check_paths
+        from hf_posswap.comparison.documents import check_paths, text_and_count
         from hf_posswap.evaluation.longppl import find_key_spans
 
+        documents_source, _ = text_and_count(requested, None)
         check_paths(documents_source)
         target = checked_file(out)
         placement = placing(device, dtype) | {TRUST: trust_remote_code}

@@ -88,7 +88,8 @@ def compare_attention(
     Args:
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them.
         out: the folder for attention.png and attention.svg.
-        text: as the source in `hf_posswap.comparison.read_documents`; None or "python": the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; "python": the running
+            Python's own text; None: the same, with a warning.
         documents: maximum number of texts; None: 4. It also takes what `text` takes.
         tokenizer: the tokenizer of all models; None: that of the first folder or Hub id.
         lengths: tokens to read of each text; None: the original window of the first, and `factor` times it, up to 8192.
@@ -117,7 +118,7 @@ def compare_attention(
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
         >>> models = [Candidate(model, name="base"), Candidate(model, "alibi", name="alibi")]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     comparison = compare_attention(models, folder, tokenizer=byte_tokenizer())
+        ...     comparison = compare_attention(models, folder, text="python", tokenizer=byte_tokenizer())
         >>> {name: list(lengths) for name, lengths in comparison.paid.items()}
         {'base': [16], 'alibi': [16, 64]}
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ import numpy as np
 
 from hf_posswap.comparison.hub_text import stream_documents
 from hf_posswap.comparison.joining import WHOLE, cut_documents
-from hf_posswap.errors import DataError, OptionError
+from hf_posswap.errors import DataError, DataWarning, OptionError
 from hf_posswap.text.files import file_documents, files_below, row_documents
 from hf_posswap.text.hub import HubText, hub_text, require_datasets
 from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
@@ -120,6 +121,9 @@ def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
     Raises:
         OptionError: both are texts.
 
+    Warns:
+        DataWarning: neither is a text, and so the running Python's own text is read.
+
     Example:
         >>> text_and_count("books/", 8), text_and_count(None, "books/")
         (('books/', 8), ('books/', None))
@@ -127,6 +131,14 @@ def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
         (None, 8)
     """
     if documents is None or isinstance(documents, int):
+        if text is None:
+            warnings.warn(
+                "No text was given: this measures on the held-out part of this Python installation's own sources and "
+                f'documentation. Give text="books/" (as `read_documents` takes it), or text="{PYTHON}" to say that it '
+                "is wanted.",
+                DataWarning,
+                stacklevel=3,
+            )
         return (None if _is_python(text) else text), documents
     if text is not None:
         raise OptionError(

@@ -25,6 +25,7 @@ from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length
+from hf_posswap.text.stdlib import PYTHON
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.devices import resolve_device, resolve_dtype
 from hf_posswap.utils.printable import printable_lines
@@ -106,7 +107,8 @@ def evaluate(
         scheme: the scheme to put in first, without training, as in `patch_model`; the model without it is then the
             baseline.
         baseline: a model to compare with; None: the model without `scheme`, or nothing.
-        text: as the source in `hf_posswap.comparison.read_documents`; None or "python": the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; "python": the running
+            Python's own text; None: the same, with a warning.
         documents: maximum number of documents; None: 48. It also takes what `text` takes.
         lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
         metrics: names of what to measure, as in `EvalSettings`.
@@ -143,14 +145,15 @@ def evaluate(
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap.training import byte_tokenizer
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
-        >>> how = {"lengths": [16, 32], "metrics": "ppl_prefix", "documents": 2, "tokenizer": byte_tokenizer()}
-        >>> results = evaluate(model, "rope", **how).results
+        >>> how = {"lengths": [16, 32], "metrics": "ppl_prefix", "text": "python", "documents": 2}
+        >>> results = evaluate(model, "rope", tokenizer=byte_tokenizer(), **how).results
         >>> [(name, len(model["ppl_prefix"])) for name, model in results["models"].items()]
         [('GPT2LMHeadModel', 1), ('GPT2LMHeadModel+rope', 2)]
     """
     if scheme is None and (options or max_length is not None):
         _refuse_options(options, max_length)
     chosen = Candidate(model, scheme, options, max_length)
+    text, documents = text_and_count(text, documents)
     if baseline is None and scheme is not None:
         baseline = model
     first = [] if baseline is None else [Candidate(baseline)]
@@ -158,7 +161,7 @@ def evaluate(
         first = [replace(first[0], name="base")]
     return compare(
         [*first, chosen],
-        text=text,
+        text=PYTHON if text is None else text,
         documents=documents,
         lengths=lengths,
         metrics=metrics,
@@ -227,7 +230,8 @@ def compare(
         candidates: models, folders, Hub ids, or `Candidate`s that put a scheme into one of them. By default a folder is
             named after its last component, and a training's `RUN/model` after the run. The first one determines the
             window and the default lengths.
-        text: as the source in `hf_posswap.comparison.read_documents`; None or "python": the running Python's own text.
+        text: as the source in `hf_posswap.comparison.read_documents`; "python": the running
+            Python's own text; None: the same, with a warning.
         documents: maximum number of documents; None: 48. It also takes what `text` takes.
         lengths: lengths to measure, in tokens; None: 1, 2, 4 and 8 windows.
         metrics: names of what to measure, as in `EvalSettings`.
@@ -267,8 +271,8 @@ def compare(
         >>> from hf_posswap.training import byte_tokenizer
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=257, n_positions=16))
         >>> sweep = [Candidate(model, name="base"), Candidate(model, "rope"), Candidate(model, "alibi")]
-        >>> how = {"lengths": [16], "metrics": "ppl_prefix", "documents": 2, "tokenizer": byte_tokenizer()}
-        >>> list(compare(sweep, **how).results["comparisons"])
+        >>> how = {"lengths": [16], "metrics": "ppl_prefix", "text": "python", "documents": 2}
+        >>> list(compare(sweep, tokenizer=byte_tokenizer(), **how).results["comparisons"])
         ['GPT2LMHeadModel+rope', 'GPT2LMHeadModel+alibi']
     """
     chosen = [_with_length(c if isinstance(c, Candidate) else Candidate(c), max_length) for c in _listed(candidates)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import GPT2LMHeadModel
 from hf_posswap import patch_model
 from hf_posswap.cli import comparing, evaluating
 from hf_posswap.comparison import Candidate, EvalSettings, compare, compare_attention, evaluate
-from hf_posswap.errors import CheckpointError, DataError, OptionError, SchemeError, UnknownNameError
+from hf_posswap.errors import CheckpointError, DataError, DataWarning, OptionError, SchemeError, UnknownNameError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.devices import resolve_device, resolve_dtype
 from tests.comparison.test_names import TEXTS, gpt2
@@ -49,6 +50,17 @@ def test_settings_by_name_are_those_of_settings() -> None:
     both = evaluate(gpt2(), "rope", settings=settings, lengths=np.array([16]), **HOW).results
     assert both["lengths"] == [16]
     assert both["settings"] | {"lengths": None} == expected["settings"] | {"lengths": None}
+
+
+@pytest.mark.parametrize("function", [evaluate, compare])
+def test_without_text_a_warning_at_the_callers_line_says_what_is_read(function: Callable[..., Any]) -> None:
+    how = {"tokenizer": byte_tokenizer(), "lengths": 16, "metrics": "ppl_prefix", "documents": 2}
+    with pytest.warns(DataWarning, match="No text was given: this measures on the held-out part") as seen:
+        found = function(gpt2(), **how).results["data"]
+    assert [Path(warning.filename).name for warning in seen] == [Path(__file__).name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataWarning)
+        assert function(gpt2(), text="python", **how).results["data"] == found
 
 
 def test_documents_are_a_number_or_the_text() -> None:
