@@ -12,7 +12,9 @@ from hf_posswap.evaluation.paired import holm_corrected, mcnemar_p, paired_chang
 
 
 def against_base(base: Work, other: Work) -> dict[str, Any]:
-    """Return the differences of `other` from `base` at all common lengths: losses with Holm's correction, and needles.
+    """Return the differences of `other` from `base` at all common lengths: losses, needles and tasks.
+
+    The p-values of the losses have Holm's correction.
 
     Args:
         base: the measured baseline.
@@ -23,6 +25,8 @@ def against_base(base: Work, other: Work) -> dict[str, Any]:
         differences["lengths"] = _losses(base, other)
     if "passkey" in base.raw and "passkey" in other.raw:
         differences["passkey"] = _needles(base.raw["passkey"], other.raw["passkey"])
+    if "ruler_lite" in base.raw and "ruler_lite" in other.raw:
+        differences["ruler_lite"] = _tasks(base.raw["ruler_lite"], other.raw["ruler_lite"], base.settings.seed)
     return differences
 
 
@@ -42,3 +46,21 @@ def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] 
         return None
     old, new = [before[key] for key in both], [after[key] for key in both]
     return {"needles": len(both), "before": sum(old), "after": sum(new), "p": mcnemar_p(old, new)}
+
+
+def _tasks(before: dict[Any, float], after: dict[Any, float], seed: int) -> list[dict[str, Any]]:
+    """Return, for each common length, both mean scores over the same prompts, their difference, and what is kept.
+
+    `kept` is the percentage of the base's score (also called retention), None where the base answers nothing. The
+    interval is that of the difference, over prompts.
+    """
+    rows = []
+    for length in sorted({key[0] for key in before} & {key[0] for key in after}):
+        prompts = sorted(key for key in before if key[0] == length and key in after)
+        old, new = (np.array([scores[key] for key in prompts]) for scores in (before, after))
+        change = paired_change(old, new, np.ones(len(prompts)), seed=seed)
+        ends = {"difference": change.difference, "low": change.low, "high": change.high, "p": change.p}
+        kept = float(100 * new.mean() / old.mean()) if old.any() else None
+        scores = {"score": float(new.mean()), "base_score": float(old.mean()), "kept": kept}
+        rows.append({"length": length, "prompts": len(prompts)} | scores | ends)
+    return rows

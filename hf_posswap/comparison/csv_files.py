@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hf_posswap.report.words import scores_by_length
+from hf_posswap.report.words import scores_by_length, task_scores
 
 
 def curves_csv(results: dict[str, Any]) -> str:
@@ -75,6 +75,10 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
     if passkey := model.get("passkey"):
         columns |= {"passkeys_found": sum(cell["share"] for cell in passkey["cells"]) / len(passkey["cells"])}
         columns |= {"effective_length": passkey["effective_length"]["length"]}
+    if ruler := model.get("ruler_lite"):
+        columns |= {f"tasks_{length}": score for length, score in task_scores(ruler).items()}
+    kept = results["comparisons"].get(name, {}).get("ruler_lite", [])
+    columns |= {f"tasks_kept_{row['length']}": row["kept"] for row in kept}
     columns |= {f"retrieved_{row['length']}": row["accuracy"] for row in model.get("retrieval", [])}
     return columns | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
 

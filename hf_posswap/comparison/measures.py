@@ -157,10 +157,12 @@ def measure_ruler(work: Work) -> dict[str, Any]:
         cells.append((task, length))
     if not cells:
         raise DataError(f"no ruler_lite prompt fits the lengths: {next(iter(too_short.values()))}")
-    scores = iter(work.values("ruler_lite", units))
+    answers = iter(work.values("ruler_lite", units))
+    scores = {(length, task, n): float(next(answers)["score"]) for task, length in cells for n in range(trials)}
+    work.raw["ruler_lite"] = scores
     rows = []
     for task, length in cells:
-        mean = float(np.mean([next(scores)["score"] for _ in range(trials)]))
+        mean = float(np.mean([scores[length, task, sample] for sample in range(trials)]))
         rows.append({"task": task, "length": length, "score": mean, "prompts": trials})
     return {"cells": rows, "left_out": too_short}
 

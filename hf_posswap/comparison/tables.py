@@ -10,7 +10,17 @@ from typing import Any
 from hf_posswap.plotting.styles import SLIDING, sign_of
 from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
 from hf_posswap.report.looks import model_numbers
-from hf_posswap.report.words import common_gaps, far_change, far_statement, own_gaps, scores_by_length
+from hf_posswap.report.words import (
+    TASKS_KEPT,
+    common_gaps,
+    far_change,
+    far_statement,
+    kept_text,
+    own_gaps,
+    scores_by_length,
+    task_scores,
+    with_tasks_kept,
+)
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.naming import markdown_text
@@ -34,7 +44,7 @@ class Grid:
 
 def grid_of(results: dict[str, Any]) -> Grid:
     """Return the main numbers: perplexity by length with intervals, far context, needles, verdicts."""
-    models = results["models"]
+    models = with_tasks_kept(results)
     columns = [column for column in _COLUMNS if any(model.get(column[1]) is not None for model in models.values())]
     shown = results["lengths"] if any(scores_by_length(model) for model in models.values()) else []
     rows, numbers = [], model_numbers(results)
@@ -176,6 +186,14 @@ def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     return cells
 
 
+def _tasks(ruler: dict[str, Any]) -> str:
+    return ", ".join(f"{length}: {score:.0%}" for length, score in task_scores(ruler).items())
+
+
+def _tasks_kept(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{row['length']}: {kept_text(row)}" for row in rows)
+
+
 def _passkeys_found(passkey: dict[str, Any]) -> str:
     shares = [cell["share"] for cell in passkey["cells"]]
     return f"{sum(shares) / len(shares):.0%}"
@@ -212,6 +230,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("found", "passkey", _passkeys_found),
     ("effective length", "passkey", _effective),
     ("within the window", "short_reg", _short),
+    ("tasks", "ruler_lite", _tasks),
+    ("tasks kept", TASKS_KEPT, _tasks_kept),
     ("retrieved", "retrieval", _retrieved),
     ("near the base", "vectors", _near),
 )
@@ -221,6 +241,8 @@ _MEANINGS = {
     "sliding window": "Sliding window: loss minus that of the sliding window, and the change of perplexity.",
     "found": "Found: share of passkeys.",
     "effective length": "Effective length: in tokens, by passkeys.",
+    "tasks": "Tasks: mean score of ruler_lite, by length.",
+    "tasks kept": "Tasks kept: percentage of the baseline's score on the same prompts, and the points lost or gained.",
     "within the window": "Within the window: loss minus the baseline's.",
     "near the base": "Near the base: mean cosine of vectors to the base's, which reads only its window.",
     "retrieved": "Retrieved: share of passkey documents, by length.",

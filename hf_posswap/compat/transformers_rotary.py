@@ -6,7 +6,9 @@ All are alike in transformers 5.14 to 5.24, but for longrope by layer type, whic
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 _LONGROPE_BY_LAYER_TYPE = (5, 21)
+_any_release: ContextVar[bool] = ContextVar("_any_release", default=False)
 
 
 def rope_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
@@ -27,6 +30,16 @@ def rope_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
     return ROPE_INIT_FUNCTIONS[rope_type]
 
 
+@contextmanager
+def of_any_release() -> Iterator[None]:
+    """Let a plan use what a later transformers runs: it is for another program, and not applied here."""
+    token = _any_release.set(True)
+    try:
+        yield
+    finally:
+        _any_release.reset(token)
+
+
 def runs_longrope_by_layer_type() -> bool:
     """Return whether this transformers runs longrope in a model whose layer types have rope parameters of their own.
 
@@ -35,6 +48,8 @@ def runs_longrope_by_layer_type() -> bool:
     """
     from transformers import __version__
 
+    if _any_release.get():
+        return True
     major, minor = __version__.split(".")[:2]
     return (int(major), int(minor)) >= _LONGROPE_BY_LAYER_TYPE
 

@@ -12,9 +12,11 @@ from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.sections import Results, section
 from hf_posswap.report.tables import Cell, sortable
 from hf_posswap.report.words import (
+    TASKS_KEPT,
     effective,
     far_change,
     far_statement,
+    kept_text,
     length_change,
     near_said,
     number,
@@ -22,7 +24,9 @@ from hf_posswap.report.words import (
     retrieved_said,
     scores_by_length,
     share_found,
+    task_scores,
     times,
+    with_tasks_kept,
 )
 from hf_posswap.utils.format import interval_text
 
@@ -88,12 +92,17 @@ def _changes(results: Results, name: str) -> list[str]:
         sentences.append(
             f"{needles['after']} of {needles['needles']} passkeys found, {base} {needles['before']} ({certainty})."
         )
+    sentences += [
+        f"Tasks at {row['length']:,} tokens: {row['score']:.0%}, {base} {row['base_score']:.0%}; "
+        f"kept: {kept_text(row)}."
+        for row in comparison.get("ruler_lite", [])
+    ]
     return sentences
 
 
 def overview(results: Results) -> Markup | None:
     """Return the sortable table of the main numbers."""
-    models = results["models"]
+    models = with_tasks_kept(results)
     columns: list[tuple[str, list[Cell]]] = []
     if any(scores_by_length(model) for model in models.values()):
         lengths = [(f"{n:,} tokens", n) for n in results["lengths"]]
@@ -133,6 +142,15 @@ def _passkeys(passkey: dict[str, Any]) -> Cell:
     return Cell(f"{share_found(passkey):.0%}", share_found(passkey))
 
 
+def _tasks(ruler: dict[str, Any]) -> Cell:
+    length, score = list(task_scores(ruler).items())[-1]
+    return Cell(f"{score:.0%}", score, f"at {length:,}")
+
+
+def _tasks_kept(rows: Sequence[dict[str, Any]]) -> Cell:
+    return Cell(kept_text(rows[-1]), rows[-1]["kept"], f"at {rows[-1]['length']:,}")
+
+
 def _speed(rows: Sequence[dict[str, Any]]) -> Cell:
     return Cell(f"{rows[-1]['tokens_per_second']:,.0f}", rows[-1]["tokens_per_second"], f"at {rows[-1]['length']:,}")
 
@@ -162,6 +180,8 @@ _COLUMNS = (
     ("change by far context, nats", "far_context", _far),
     ("minus the sliding window, nats", "against_sliding", _sliding),
     ("within the window, nats", "short_reg", _short),
+    ("tasks, mean score", "ruler_lite", _tasks),
+    ("tasks kept of the baseline's", TASKS_KEPT, _tasks_kept),
     ("passkeys found", "passkey", _passkeys),
     ("effective length", "passkey", _effective),
     ("documents found", "retrieval", _retrieved),

@@ -53,6 +53,44 @@ def length_change(row: dict[str, Any], base: str) -> str:
     return f"{change}, {'significant' if p <= SIGNIFICANT else 'not significant'} (p = {p:.2g})."
 
 
+TASKS_KEPT = "tasks kept"
+
+
+def with_tasks_kept(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the models by name; those compared on tasks also hold the rows of the comparison, as `TASKS_KEPT`."""
+    comparisons = results.get("comparisons", {})
+    compared = {name: rows["ruler_lite"] for name, rows in comparisons.items() if rows.get("ruler_lite")}
+    return {
+        name: model | {TASKS_KEPT: compared[name]} if name in compared else model
+        for name, model in results["models"].items()
+    }
+
+
+def task_scores(ruler: dict[str, Any]) -> dict[int, float]:
+    """Return the mean score of all tasks of ruler_lite by length, shortest first.
+
+    Example:
+        >>> task_scores({"cells": [{"length": 8, "score": 0.5}, {"length": 4, "score": 1}, {"length": 8, "score": 0}]})
+        {4: 1.0, 8: 0.25}
+    """
+    scores: dict[int, list[float]] = {}
+    for cell in ruler["cells"]:
+        scores.setdefault(cell["length"], []).append(cell["score"])
+    return {length: sum(own) / len(own) for length, own in sorted(scores.items())}
+
+
+def kept_text(row: dict[str, Any]) -> str:
+    """Return what a model keeps of the baseline's task score at one length, and the difference with its interval.
+
+    Example:
+        >>> row = {"kept": 90.0, "difference": -0.05, "low": -0.1, "high": 0.0}
+        >>> kept_text(row), kept_text(row | {"kept": None, "low": None, "high": None})
+        ('90% (-0.050, -0.100 to +0.000)', 'baseline 0% (-0.050, no interval)')
+    """
+    kept = "baseline 0%" if row["kept"] is None else f"{row['kept']:.0f}%"
+    return f"{kept} ({row['difference']:+.3f}, {interval_text(row, '+.3f')})"
+
+
 def far_change(far: dict[str, Any]) -> dict[str, Any]:
     """Return the change of the loss by far context as a difference with its interval; negative if far context helps.
 

@@ -26,6 +26,7 @@ from transformers import (
 import hf_posswap
 from hf_posswap.comparison import DEFAULT_METRICS, Candidate, EvalSettings, compare, evaluate, measures
 from hf_posswap.comparison.candidates import fingerprint, shell_of
+from hf_posswap.comparison.tables import grid_of
 from hf_posswap.errors import (
     CheckpointError,
     DataError,
@@ -392,3 +393,42 @@ def test_facts_are_in_the_documents_that_are_measured_on(tmp_path: Path, monkeyp
     assert measured["left_out"] == {}
     assert [cell["task"] for cell in measured["cells"]] == list(TASKS) == list(prompts)
     assert [task for task, prompt in prompts.items() if re.search(r"word \d+, word", prompt)] == [IN_DOCUMENTS]
+
+
+def test_tasks_are_shown_with_what_each_model_keeps_of_the_baselines_score(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scorers: dict[int, int] = {}
+
+    def score(scorer: Any, prompt: Any) -> float:  # the first model to be asked, the base, knows more
+        number = scorers.setdefault(id(scorer), len(scorers))
+        return (len(prompt.ids) + prompt.ids[-1]) % 5 / 4 * (0.5 if number else 1.0)
+
+    monkeypatch.setattr(measures, "ruler_score", score)
+    texts = [f"{number}: " + " ".join(f"word {number * i}," for i in range(300)) for number in range(6)]
+    settings = EvalSettings(lengths=(1200, 1300), trials=2, metrics=("ruler_lite",))
+    base, other = (hf_posswap.patch_model(gpt2(), scheme, max_length=1300) for scheme in ("rope", "alibi"))
+    models = [Candidate(base, name="base"), Candidate(other, name="other")]
+    evaluation = compare(models, documents=texts, tokenizer=TOKENIZER, out=tmp_path, settings=settings)
+    (rows,) = (compared["ruler_lite"] for compared in evaluation.results["comparisons"].values())
+    assert [(row["length"], row["prompts"]) for row in rows] == [(1200, 2 * len(TASKS)), (1300, 2 * len(TASKS))]
+    scores = [
+        np.mean([cell["score"] for cell in model["ruler_lite"]["cells"] if cell["length"] == 1200])
+        for model in evaluation.results["models"].values()
+    ]
+    assert 0 < rows[0]["base_score"] == pytest.approx(scores[0])
+    assert rows[0]["score"] == pytest.approx(scores[1]) == pytest.approx(scores[0] / 2)
+    assert rows[0]["kept"] == pytest.approx(50)
+    assert rows[0]["difference"] == pytest.approx(-scores[0] / 2)
+    assert rows[0]["low"] < rows[0]["difference"] < rows[0]["high"] < 0
+    grid = grid_of(evaluation.results)
+    shown = dict(zip(grid.header, grid.rows[1][2], strict=True))
+    assert shown["tasks"].startswith(f"1200: {scores[1]:.0%}, 1300: ")
+    assert shown["tasks kept"].startswith("1200: 50% (-0.")
+    assert "tasks kept: percentage of the baseline's score" in str(evaluation).lower()
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"Tasks at 1,200 tokens: {scores[1]:.0%}" in page
+    header_line, *_, line = (tmp_path / "results.csv").read_text(encoding="utf-8").splitlines()
+    wide = dict(zip(header_line.split(","), line.split(","), strict=True))
+    assert float(wide["tasks_1200"]) == pytest.approx(scores[1])
+    assert float(wide["tasks_kept_1200"]) == pytest.approx(50)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_posswap import load, patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.rope_config import inv_freq_names, parameters_of
+from hf_posswap.schemes.longrope import LongRope
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.stock import UNBUILT, with_cache
 
@@ -311,3 +313,27 @@ def in_steps(model: Any) -> Tensor:
             out = model(input_ids=STEPS[:, start:stop], use_cache=True, **with_cache(model, cache))
             parts.append(out.logits)
     return torch.cat(parts, dim=1)
+
+
+def test_longrope_by_layer_type_is_computed_here_where_transformers_cannot_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Releases before 5.21 stop at the second text beyond the original length; newer ones are the oracle."""
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=64,
+        num_hidden_layers=6, sliding_window=8, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = Gemma3ForCausalLM(config).eval()
+    scheme = LongRope(long_factor=(1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.0))
+    swapped = {}
+    monkeypatch.setenv("POSSWAP_UNTESTED", "allow")
+    for version in ("5.21.0", "5.20.2"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        model = copy.deepcopy(stock)
+        swapped[version] = (plan_swap(model, scheme, max_length=64).route, patch_model(model, scheme, max_length=64))
+    assert [route for route, _ in swapped.values()] == ["native", "plugin"]
+    for length in (20, 50, 50, 20, 60):
+        text = torch.randint(1, 64, (1, length))
+        native, own = (model(text, use_cache=False).logits for _, model in swapped.values())
+        torch.testing.assert_close(own, native, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.checkpoints.overriding.facts import TARGETS, fact_of
 from hf_posswap.checkpoints.overriding.programs import WRITERS
 from hf_posswap.checkpoints.overriding.wanted import config_swap
+from hf_posswap.compat.transformers_rotary import of_any_release
 from hf_posswap.errors import UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.patching.plan.plan_swap import plan_swap
@@ -118,7 +119,8 @@ def overrides(
     if target not in TARGETS:
         raise UnknownNameError("program", target, TARGETS)
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
-    plan = plan_swap(skeleton, scheme, max_length=max_length, **options)
+    with of_any_release():
+        plan = plan_swap(skeleton, scheme, max_length=max_length, **options)
     swap = config_swap(_name_of(model), _scheme_text(scheme, options), max_length, skeleton, plan, target)
     if isinstance(model, str | Path) and str(checkpoint_of(model)) != str(model):
         raise UnsupportedSwapError(

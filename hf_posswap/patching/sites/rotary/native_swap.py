@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Stack
@@ -60,6 +61,10 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
         UnsupportedSwapError: a rotary module of the model does not match the model's config.
     """
     for values in _candidates(model, stack, scheme):
+        if not runs_longrope_by_layer_type() and any(
+            kind and r["rope_type"] == "longrope" for kind, r in values.items()
+        ):
+            continue  # this release of transformers stops at the second text beyond the original length
         reach = _native_length(stack, values, length)
         trial = trial_config(model.config, stack.config, values, reach)
         config = config_at(trial, stack.config)
