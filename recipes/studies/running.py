@@ -89,7 +89,7 @@ class Run:
         base = Path(self.recipe.model.name)
         weights = sorted(base.glob("*.safetensors")) if base.is_dir() else []
         origin = {
-            "base": [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights],
+            "weights of the base": [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights],
             "texts": [source_identity(source) for source in self.recipe.data.sources],
             "versions": versions(),
         }
@@ -97,10 +97,10 @@ class Run:
         if not path.is_file():
             write_json(path, origin)
         recorded = read_json(path)
-        changed = [name for name, value in origin.items() if recorded[name] != value]
+        changed = [name for name, value in origin.items() if recorded.get(name, value) != value]
         if changed:
             raise CheckpointError(
-                f"{self.folder} was trained from another {', '.join(changed)}: delete it, or choose another --work."
+                f"{self.folder} was trained with other {' and '.join(changed)}: delete it, or choose another --work."
             )
 
 

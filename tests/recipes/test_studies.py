@@ -154,7 +154,7 @@ def test_a_finished_run_is_found_and_another_base_is_refused(place: Path, tmp_pa
     assert (run.folder / "report.json").stat().st_mtime_ns == written
     write_model(tmp_path / "other", n_layer=1)
     shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "gpt2" / "model.safetensors")
-    with pytest.raises(CheckpointError, match="was trained from another base: delete it, or choose another --work"):
+    with pytest.raises(CheckpointError, match="was trained with other weights of the base: delete it, or"):
         run.finish()
 
 
