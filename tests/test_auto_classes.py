@@ -124,7 +124,7 @@ def test_a_base_that_needs_code_is_named_where_an_adapter_asks_for_it(tmp_path: 
 def test_a_sentence_model_whose_modules_are_code_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers", reason="sentence_transformers is not installed")
     from hf_posswap.training.config.settings import ModelSettings
-    from hf_posswap.training.engine.sentence_files import pooling_of
+    from hf_posswap.training.engine.sentences import pooling_of
 
     folder = hostile.plain(tmp_path / "model")
     (folder / "unheard.py").write_text(f"{hostile.WRITES}\n\nclass Unheard:\n    pass\n")

@@ -44,7 +44,7 @@ def recipes(
     if target is not None and not copy:
         raise OptionError(f"{target} is a destination for --copy: give --copy too.")
     with quiet_library():
-        from hf_posswap.training.config.copying import copy_recipe
+        from hf_posswap.training.config.reading import copy_recipe
         from hf_posswap.training.config.shipped import shipped_recipe, shipped_recipes
 
         copied = copy_recipe(name, expand_home(target or Path())) if copy and name else []

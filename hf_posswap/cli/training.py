@@ -189,7 +189,7 @@ def _telling_what_is_saved(recipe: Recipe) -> Iterator[None]:
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt) or was_interrupted()
         if interrupted and os.environ.get("RANK", "0") == "0":
-            from hf_posswap.training.engine.interrupted import resume_note
+            from hf_posswap.training.engine.run import resume_note
 
             typer.echo(printable(resume_note(recipe)), err=True)
         raise
@@ -215,7 +215,7 @@ def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str 
 def key_rows() -> Iterator[tuple[str, str]]:
     """Yield every key of a recipe with its default and its meaning, from the dataclasses that document them."""
     from hf_posswap.training.config import Recipe
-    from hf_posswap.training.config.keys import keys_of
+    from hf_posswap.training.config.settings import keys_of
     from hf_posswap.training.config.theirs import OWN, REFUSED, THEIRS
 
     for key in keys_of(Recipe):

@@ -86,7 +86,7 @@ def read_documents(
         MissingDependencyError: a parquet file or a data set needs the package datasets.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> read_documents(["a long text", "no", "another one"], byte_tokenizer(), length=8, limit=9).names
         ('text 0', 'text 2')
     """

@@ -54,7 +54,7 @@ def cut_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerB
         DataError: there are fewer than two rows.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> cut = cut_documents([Document(n, "ab" * 3) for n in "uvwxyz"], byte_tokenizer(), length=10, limit=9)
         >>> cut.names, cut.protocol
         (('u and 1 more', 'w and 1 more', 'y and 1 more'), 'concatenated')

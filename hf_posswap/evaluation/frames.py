@@ -17,7 +17,7 @@ def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[i
         DataError: the text's own tokens change when special tokens are added.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> special_frame(byte_tokenizer())
         ([], [])
     """

@@ -62,7 +62,7 @@ class PasskeyTask:
         DataError: the tokenizer cannot write the answer's digits.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> ids, answer = PasskeyTask(byte_tokenizer(), header=False).prompt(length=160, depth=0.5, key=12345)
         >>> len(ids), bytes(ids[-answer:])
         (160, b' 12345')
@@ -142,7 +142,7 @@ def passkey_grid(
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> config = GPT2Config(vocab_size=257, n_positions=128, n_embd=16, n_layer=1, n_head=2)
         >>> task = PasskeyTask(byte_tokenizer(), header=False)
         >>> cell = passkey_grid(GPT2LMHeadModel(config).eval(), task, lengths=[128], depths=[0.5], trials=2)[0]

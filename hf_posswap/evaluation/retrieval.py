@@ -114,7 +114,7 @@ def retrieval_documents(
         DataError: `length` is too short for a fact.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> [len(ids) for ids in retrieval_documents(byte_tokenizer(), ["A fact."], 64)]
         [64]
     """
@@ -205,7 +205,7 @@ def retrieval_at_length(
 
     Example:
         >>> from transformers import GPT2Config, GPT2Model
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> model = GPT2Model(GPT2Config(vocab_size=257, n_positions=256, n_embd=16, n_layer=1, n_head=2)).eval()
         >>> retrieval_at_length(model, byte_tokenizer(), 200, documents=4).chance
         0.25

@@ -233,7 +233,7 @@ def ruler_prompt(
             text or contain the answers.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> prompt = ruler_prompt(byte_tokenizer(), "niah_single", length=300)
         >>> len(prompt.ids), len(prompt.spans)
         (300, 1)
@@ -403,7 +403,7 @@ def ruler_score(scorer: Scorer, prompt: RulerPrompt) -> float:
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=256, n_embd=16, n_layer=1, n_head=2)).eval()
         >>> ruler_score(Scorer(model), ruler_prompt(byte_tokenizer(), "niah_single", length=256))
         0.0

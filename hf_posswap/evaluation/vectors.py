@@ -116,7 +116,7 @@ def near_the_base(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
         >>> model = BertModel(BertConfig(vocab_size=300, max_position_embeddings=8, **shape)).eval()
         >>> texts = [np.arange(start, start + 20) for start in (5, 50)]

@@ -57,7 +57,7 @@ def with_eos_token(tokenizer: PreTrainedTokenizerBase, token: str | None) -> Pre
         DataError: the vocabulary has no such token.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> with_eos_token(byte_tokenizer(), "A").eos_token_id
         65
     """
@@ -88,7 +88,7 @@ def token_stream(
         DataError: there is no token.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> token_stream([Document("a", "hi"), Document("b", "!")], byte_tokenizer()).tolist()
         [256, 104, 105, 256, 33]
     """
@@ -116,7 +116,7 @@ def split_by_length(
         limit: maximum number of long documents.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> texts = [Document("a", "long enough"), Document("b", "no"), Document("c", "also long")]
         >>> [[name for name, _ in part] for part in split_by_length(texts, byte_tokenizer(), length=4, limit=9)]
         [['a', 'c'], ['b']]

@@ -13,8 +13,7 @@ from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.families import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
-from hf_posswap.training.head import BodyAndHead, inner_model, run_body_and_head
-from hf_posswap.training.sliding import document_begins
+from hf_posswap.training.head import BodyAndHead, document_begins, inner_model, run_body_and_head
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, plain_name, swap_digest
 from hf_posswap.patching.verify.verify_swap import Verification, verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
-from hf_posswap.training.data.digest import dataset_digest
-from hf_posswap.training.sequence_watch import SequenceWatch
 from hf_posswap.training.trainer_proof import (
+    SequenceWatch,
     base_digest,
     check_scheme,
     check_written,
+    dataset_digest,
     first_loss_limit,
     is_sharded,
     model_inside,

@@ -27,7 +27,7 @@ import hf_posswap
 from hf_posswap.patching.inspect.describe import read_config
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.dryrun import CARDS, Card, card_of, dry_run
-from hf_posswap.training.dryrun.windows import synthetic_windows
+from hf_posswap.training.dryrun.modelling import synthetic_windows
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.objectives import make_objective
 from hf_posswap.training.engine.trainer import PosswapTrainer

@@ -62,7 +62,7 @@ def passkeys(tokenizer: Any, length: int, documents: int, questions: int, seed: 
         DataError: `length` is too short for so many keys, or there are fewer names.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> task = passkeys(byte_tokenizer(), 400, documents=2, questions=3)
         >>> [len(document) for document in task.documents], [question.document for question in task.questions]
         ([400, 400], [0, 0, 0, 1, 1, 1])
@@ -104,7 +104,7 @@ def passages(tokenizer: Any, rows: np.ndarray, length: int, questions: int, seed
         DataError: the texts, or the parts that the passages come from, are too short.
 
     Example:
-        >>> from hf_posswap.training.tokenizer import byte_tokenizer
+        >>> from hf_posswap.training.fresh import byte_tokenizer
         >>> task = passages(byte_tokenizer(), np.arange(200).reshape(2, 100) % 97, 64, questions=1)
         >>> len(task.documents[1]), len(task.questions[1].tokens)
         (64, 32)

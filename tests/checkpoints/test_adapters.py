@@ -32,7 +32,7 @@ from hf_posswap.checkpoints.adapters_positions import position_modules
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD, SIDECAR
 from hf_posswap.training import byte_tokenizer
-from hf_posswap.training.engine.weights import load_weights
+from hf_posswap.training.engine.checkpoints import load_weights
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import CHANGE, gap, logits, words
 

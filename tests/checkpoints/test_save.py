@@ -14,7 +14,7 @@ import torch
 import hf_posswap
 from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import CheckpointError
-from hf_posswap.training.tokenizer import byte_tokenizer
+from hf_posswap.training.fresh import byte_tokenizer
 
 
 @pytest.fixture

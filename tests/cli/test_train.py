@@ -22,8 +22,8 @@ from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.cli import app
 from hf_posswap.errors import DataError
 from hf_posswap.training.config import Recipe, load_recipe
-from hf_posswap.training.config.keys import keys_of
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.settings import keys_of
 from tests.checkpoints.loopback import TOKEN, running
 from tests.cli.conftest import Posswap, says
 from tests.training.engine_runs import recipe

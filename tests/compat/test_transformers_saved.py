@@ -11,7 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from hf_posswap.compat import transformers_saved
 from hf_posswap.compat.transformers_saved import WEIGHTS
-from hf_posswap.training.tokenizer import byte_tokenizer
+from hf_posswap.training.fresh import byte_tokenizer
 
 
 def test_saved_names_are_those_that_are_written(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.report import render_html
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data
-from hf_posswap.training.engine.checkpoints import SEAL, newest, seal
-from hf_posswap.training.engine.weights import load_weights
+from hf_posswap.training.engine.checkpoints import SEAL, load_weights, newest, seal
 from hf_posswap.utils.weight_shapes import header_shapes
 from tests.fuzz.hostile import BUDGETS, damaged, fuzz, mutated, plant, survives, values
 

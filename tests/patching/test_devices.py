@@ -20,7 +20,7 @@ from torch.nn import functional
 from hf_posswap.compat.torch_fake import cannot_be_fake, fake_mode, is_fake
 from hf_posswap.patching.sites.attention import position_sources
 from hf_posswap.schemes import schemes_for
-from hf_posswap.training.dryrun.gpu_kernels import as_on_gpu
+from hf_posswap.training.dryrun.unreal import as_on_gpu
 from hf_posswap.utils.devices import standing_for
 from tests.contract.pairs import Pair, refusal, words
 from tests.stock import RELEASE, cache_in, takes_cache, with_cache

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from hf_posswap import add_adapter, patch_model
 from hf_posswap.errors import DataError, OptionError, UnsupportedModelError
-from hf_posswap.training.chunk_proof import chunking_problem
-from hf_posswap.training.chunked_loss import causal_loss, masked_loss, sum_in_chunks
+from hf_posswap.training.chunked_loss import causal_loss, chunking_problem, masked_loss, sum_in_chunks
 from hf_posswap.training.head import BodyAndHead, run_body_and_head
 from tests.training.tiny_models import VOCABULARY, tiny
 

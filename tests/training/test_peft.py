@@ -12,9 +12,14 @@ import torch
 import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.errors import ConfigError
-from hf_posswap.training.config.peft_keys import PROVED
-from hf_posswap.training.trainable import TrainableSettings, parameter_groups, prepare_trainable
-from hf_posswap.training.trainable_parts import base_name, position_names
+from hf_posswap.training.config.load import PROVED
+from hf_posswap.training.trainable import (
+    TrainableSettings,
+    base_name,
+    parameter_groups,
+    position_names,
+    prepare_trainable,
+)
 from tests.training.engine_runs import trained
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from hf_posswap import patch_model
 from hf_posswap.errors import ConfigError
-from hf_posswap.training import relations
-from hf_posswap.training.distill import DistillSettings, distillation_loss
-from hf_posswap.training.relations import Attended, recorded_attention, relation_divergence
+from hf_posswap.training import distill
+from hf_posswap.training.distill import (
+    Attended,
+    DistillSettings,
+    distillation_loss,
+    recorded_attention,
+    relation_divergence,
+)
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 
 SCHEMES = {"gpt2": "rope", "llama": "linear"}
@@ -32,7 +37,7 @@ def divergence_by_hand(ours: Tensor, theirs: Tensor, rows: Tensor, begins: Tenso
 
 @pytest.mark.parametrize("block", [1, 64, 2**24])
 def test_the_divergence_is_the_formula_and_so_is_its_gradient(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relations, "_MOST_SCORES", block)
+    monkeypatch.setattr(distill, "_MOST_SCORES", block)
     torch.manual_seed(0)
     shapes = ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 6))
     ours = [torch.randn(shape, requires_grad=True) for shape in shapes]

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_posswap import patch_model
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.training.distill import DistillSettings, distillation_loss, make_teacher
-from hf_posswap.training.sliding import sliding_states, windows_of
+from hf_posswap.training.head import sliding_states, windows_of
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 
 SLIDING = DistillSettings(weight=0.6, temperature=1.5, teacher="sliding")

@@ -12,8 +12,17 @@ from torch import nn
 import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.errors import ConfigError, TrainingError
-from hf_posswap.training.trainable import WHATS, TrainableSettings, parameter_groups, prepare_trainable
-from hf_posswap.training.trainable_parts import base_name, embedding_path, linear_layers, norm_paths, position_names
+from hf_posswap.training.trainable import (
+    WHATS,
+    TrainableSettings,
+    base_name,
+    embedding_path,
+    linear_layers,
+    norm_paths,
+    parameter_groups,
+    position_names,
+    prepare_trainable,
+)
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 
 IDS = torch.randint(0, VOCABULARY, (2, 2 * WINDOW), generator=torch.Generator().manual_seed(0))

@@ -5,9 +5,9 @@ from hf_posswap.training.config.settings import EvaluationSettings as Evaluation
 from hf_posswap.training.config.settings import GateSettings as GateSettings
 from hf_posswap.training.config.settings import ModelSettings as ModelSettings
 from hf_posswap.training.config.settings import ObjectiveSettings as ObjectiveSettings
+from hf_posswap.training.config.settings import Phase as Phase
 from hf_posswap.training.config.settings import Recipe as Recipe
 from hf_posswap.training.config.settings import StageSettings as StageSettings
 from hf_posswap.training.config.settings import SwapSettings as SwapSettings
-from hf_posswap.training.config.stages import Phase as Phase
-from hf_posswap.training.config.stages import phases_of as phases_of
+from hf_posswap.training.config.settings import phases_of as phases_of
 from hf_posswap.training.config.theirs import TrainingSettings as TrainingSettings

@@ -10,10 +10,9 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.patching.record.schema import LONGEST
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.training.config.problems import Problem
-from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings
-from hf_posswap.training.config.stages import scheme_of
+from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings, scheme_of
 from hf_posswap.training.config.theirs import REFUSED
+from hf_posswap.training.config.typed import Problem
 from hf_posswap.training.data.settings import cut_problem
 
 _OFFLOADS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")

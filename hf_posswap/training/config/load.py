@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, ConfigError, OptionError
-from hf_posswap.training.config.problems import Problems
-from hf_posswap.training.config.reading import override, read_yaml
-from hf_posswap.training.config.scheme_texts import JSON
+from hf_posswap.training.config.reading import JSON, override, read_yaml
 from hf_posswap.training.config.shipped import find_recipe
+from hf_posswap.training.config.typed import Problems
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.user_modules import import_module
@@ -85,8 +84,8 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
         ConfigError: as `load_recipe`.
     """
     from hf_posswap.training.config.checking import check
-    from hf_posswap.training.config.peft_keys import read_peft
     from hf_posswap.training.config.settings import Recipe
+    from hf_posswap.training.config.theirs import read_peft
     from hf_posswap.training.config.typed import read
 
     problems = Problems()

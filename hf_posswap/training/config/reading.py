@@ -1,4 +1,8 @@
-"""Merges YAML files that include one another, and KEY=VALUE overrides, into one mapping."""
+"""Merges YAML files that include one another, and KEY=VALUE overrides, into one mapping.
+
+A scheme given as text becomes a mapping of its fields, so that others can be merged in. `copy_recipe` copies a recipe
+of the package, to edit.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,48 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import ConfigError, UnknownNameError
-from hf_posswap.training.config.scheme_texts import scheme_mapping, takes_fields
-from hf_posswap.training.config.shipped import find_recipe
-from hf_posswap.utils.atomic_io import shown
+from hf_posswap.errors import ConfigError, OptionError, UnknownNameError
+from hf_posswap.schemes.base import known_schemes
+from hf_posswap.training.config.shipped import SUFFIXES, find_recipe, shipped_recipe
+from hf_posswap.utils.atomic_io import shown, write_text
 from hf_posswap.utils.printable import brief_repr, printable
+from hf_posswap.utils.scheme_text import scheme_and_fields
 from hf_posswap.utils.untrusted import MOST_LEVELS, read_bounded
 from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, bounded_float, bounded_integer, load_yaml
 from hf_posswap.utils.user_modules import SUFFIX
+
+JSON = ".json"
+"""The suffix of a scheme that is a file."""
+
+
+def takes_fields(scheme: Any) -> bool:
+    """Return whether `scheme` is text that fields can be merged into, and not a file.
+
+    Example:
+        >>> takes_fields("yarn:factor=4"), takes_fields("longrope.json"), takes_fields({"name": "yarn"})
+        (True, False, False)
+    """
+    return isinstance(scheme, str) and not scheme.endswith(JSON)
+
+
+def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return `scheme` as {name: ..., FIELD: VALUE}; invalid text becomes the name, so that a later check refuses it.
+
+    Args:
+        scheme: a name, a name with fields ("yarn:factor=4"), a mapping, returned unchanged, or None: {}.
+
+    Example:
+        >>> scheme_mapping("yarn:factor=4,base=500000"), scheme_mapping("rope"), scheme_mapping("rope(base=3)")
+        ({'name': 'yarn', 'factor': 4.0, 'base': 500000.0}, {'name': 'rope'}, {'name': 'rope(base=3)'})
+    """
+    if not isinstance(scheme, str):
+        return {} if scheme is None else scheme
+    try:
+        parsed = scheme_and_fields(scheme, known_schemes())
+    except OptionError:
+        parsed = None
+    return {"name": scheme} if parsed is None else {"name": parsed[0], **parsed[1]}
+
 
 MOST_FILES = 100
 """Most files that one recipe may include, directly or not; a file counts each time it is read."""
@@ -279,3 +317,48 @@ def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for key in reversed(keys):
         value = {key: value}
     return value
+
+
+def copy_recipe(name: str, target: Path) -> list[Path]:
+    """Copy a recipe of the package and the files that it includes, to edit them; return the files, the recipe first.
+
+    Args:
+        name: of the recipe.
+        target: a file that ends in .yaml, or a folder, created if missing. Included files keep their names and go to
+            the same folder; a file that already exists with the same text is kept.
+
+    Raises:
+        UnknownNameError: there is no such recipe.
+        ConfigError: a different file exists where one would be written; nothing is written then.
+        CheckpointError: the target cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     [path.name for path in copy_recipe("control", Path(folder) / "mine.yaml")]
+        ['mine.yaml', 'learned-to-rope.yaml', 'base.yaml']
+    """
+    recipe = shipped_recipe(name)
+    main_target = target if target.suffix in SUFFIXES and not target.is_dir() else target / recipe.path.name
+    texts = {main_target: recipe.text}
+    for path in included_files(recipe.path):
+        include_target = main_target.parent / path.relative_to(recipe.path.parent)
+        if include_target in texts:
+            raise ConfigError(f"{main_target}: {name} includes a file of that name; give another name.")
+        texts[include_target] = path.read_text(encoding="utf-8")
+    conflicts = [path for path, text in texts.items() if path.exists() and not _has_text(path, text)]
+    if conflicts:
+        raise ConfigError(
+            f"{', '.join(map(str, conflicts))} exists and is not overwritten: give another file or folder, or move it."
+        )
+    for path, text in texts.items():
+        if not path.exists():
+            write_text(path, text)
+    return list(texts)
+
+
+def _has_text(path: Path, text: str) -> bool:
+    try:
+        return read_bounded(path) == text
+    except (OSError, ValueError):
+        return False

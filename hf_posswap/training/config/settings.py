@@ -1,12 +1,17 @@
-"""The recipe's dataclasses: every training setting, documented once. Help, errors and docs are generated from here."""
+"""The recipe's dataclasses: every training setting, documented once. Help, errors and docs are generated from here.
+
+`keys_of` lists the keys of a recipe; `phases_of` splits one of several stages into recipes of one stage each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from hf_posswap.training.config.theirs import TrainingSettings
+from hf_posswap.training.config.reading import merge, scheme_mapping
+from hf_posswap.training.config.theirs import TrainingSettings, non_default_settings
 from hf_posswap.training.data import DataSettings
 from hf_posswap.training.distill import DistillSettings
 from hf_posswap.training.longce import LongCESettings
@@ -213,3 +218,100 @@ class Recipe(ResultView):
         """Whether activation checkpointing is on, under either of transformers' names for it."""
         names = ("activation_checkpointing", "gradient_checkpointing")
         return any(getattr(self.training, name, None) for name in names)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that a recipe can give.
+
+    Attributes:
+        name: dotted, with `[]` after a list of further keys.
+        owner: the dataclass that documents it.
+        field: its name there.
+        default: its value if no file sets it.
+    """
+
+    name: str
+    owner: type
+    field: str
+    default: Any
+
+
+def keys_of(cls: type, above: str = "") -> Iterator[Key]:
+    """Yield the keys of the dataclass `cls` and of nested dataclasses, prefixed by `above`; `training` is one key.
+
+    Example:
+        >>> from hf_posswap.training.config.settings import Recipe
+        >>> [key.name for key in keys_of(Recipe)][:3]
+        ['model.name', 'model.tokenizer', 'model.revision']
+    """
+    hints = get_type_hints(cls)
+    for setting in dataclasses.fields(cls):
+        hint, name = hints[setting.name], f"{above}{setting.name}"
+        item_classes = [item for item in get_args(hint) if dataclasses.is_dataclass(item)]
+        if dataclasses.is_dataclass(hint) and hint is not TrainingSettings:
+            yield from keys_of(hint, f"{name}.")  # type: ignore[arg-type]
+        elif get_origin(hint) is tuple and item_classes:
+            yield from keys_of(item_classes[0], f"{name}[].")  # type: ignore[arg-type]
+        else:
+            default = setting.default if setting.default_factory is dataclasses.MISSING else setting.default_factory()
+            yield Key(
+                name,
+                cls,
+                setting.name,
+                non_default_settings(default) if isinstance(default, TrainingSettings) else default,
+            )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A section of a training with one length, one scheme and one schedule.
+
+    Attributes:
+        name: of its folder; "" if there is only one phase.
+        recipe: without stages.
+        stage: when to advance; None if there is only one phase.
+    """
+
+    name: str
+    recipe: Recipe
+    stage: StageSettings | None = None
+
+
+def phases_of(recipe: Recipe) -> list[Phase]:
+    """Return the phases of `recipe`, in order.
+
+    Example:
+        >>> from hf_posswap.training.config.settings import SwapSettings
+        >>> stages = (StageSettings(max_steps=5, length=64), StageSettings(max_steps=3, scheme={"base": 5e5}))
+        >>> for phase in phases_of(Recipe(swap=SwapSettings({"name": "rope", "base": 1e5}), stages=stages)):
+        ...     print(phase.name, phase.recipe.training.max_steps, phase.recipe.data.length, phase.recipe.swap.scheme)
+        stage-1 5 64 {'name': 'rope', 'base': 100000.0}
+        stage-2 3 512 {'name': 'rope', 'base': 500000.0}
+    """
+    if not recipe.stages:
+        return [Phase("", recipe)]
+    numbered = enumerate(recipe.stages, 1)
+    return [Phase(f"stage-{number}", _single_stage_recipe(recipe, stage), stage) for number, stage in numbered]
+
+
+def _single_stage_recipe(recipe: Recipe, stage: StageSettings) -> Recipe:
+    swap = dataclasses.replace(
+        recipe.swap, scheme=scheme_of(recipe, stage), max_length=stage.max_length or recipe.swap.max_length
+    )
+    training = dataclasses.replace(
+        recipe.training,
+        max_steps=stage.max_steps,
+        warmup_steps=min(recipe.training.warmup_steps, stage.max_steps),
+        learning_rate=stage.learning_rate or recipe.training.learning_rate,
+    )
+    data = dataclasses.replace(recipe.data, length=stage.length or recipe.data.length)
+    return dataclasses.replace(recipe, swap=swap, training=training, data=data, stages=())
+
+
+def scheme_of(recipe: Recipe, stage: StageSettings) -> SchemeValue:
+    """Return the scheme of a stage: the recipe's, with the fields that the stage gives, or a different scheme."""
+    if stage.scheme is None:
+        return recipe.swap.scheme
+    below, above = scheme_mapping(recipe.swap.scheme), scheme_mapping(stage.scheme)
+    return merge({"scheme": below}, {"scheme": above})["scheme"]

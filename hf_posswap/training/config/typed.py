@@ -1,4 +1,4 @@
-"""Reads a mapping into frozen dataclasses with pydantic.
+"""Reads a mapping into frozen dataclasses with pydantic, and collects its problems.
 
 Pydantic supports stdlib dataclasses and reports every problem at once with its location. HfArgumentParser is flat and
 stops at the first problem; OmegaConf has no unions of types.
@@ -10,13 +10,121 @@ import copy
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
 from hf_posswap.errors import MissingDependencyError
-from hf_posswap.training.config.old_keys import OLD, SECTIONS
-from hf_posswap.training.config.problems import Problems
 from hf_posswap.utils.printable import brief_repr, printable
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        key: the key at fault; "" for the recipe as a whole.
+        text: a sentence.
+        needs: other keys whose values make it a problem.
+    """
+
+    key: str
+    text: str
+    needs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}" if self.key else self.text
+
+
+@dataclass
+class Problems:
+    """The problems found so far.
+
+    Attributes:
+        entries: all, in order.
+        doubted: keys whose values could not be read.
+    """
+
+    entries: list[Problem] = field(default_factory=list)
+    doubted: set[str] = field(default_factory=set)
+
+    def add(self, key: str, text: str, doubts: str | None = None) -> None:
+        """Add a problem of `key`, and mark its value, or that of `doubts`, as unknown."""
+        self.entries.append(Problem(key, text))
+        self.doubted.add(key if doubts is None else doubts)
+
+    def take(self, problems: list[Problem]) -> None:
+        """Add those of `problems` whose values are all known: the others may disappear once earlier ones are fixed.
+
+        Example:
+            >>> problems = Problems()
+            >>> problems.add("training.max_steps", "expected a whole number, got 'many'.")
+            >>> warmup = Problem("training.warmup_steps", "2000 in 1000 steps.", needs=("training.max_steps",))
+            >>> problems.take([warmup, Problem("out", "give a folder.")])
+            >>> [str(problem) for problem in problems.entries]
+            ["training.max_steps: expected a whole number, got 'many'.", 'out: give a folder.']
+        """
+        self.entries += [problem for problem in problems if all(map(self._is_known, (problem.key, *problem.needs)))]
+
+    def _is_known(self, key: str) -> bool:
+        return not any(key == doubted or key.startswith((f"{doubted}.", f"{doubted}[")) for doubted in self.doubted)
+
+
+_TRAINING = {
+    "optimizer.steps": "max_steps",
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.final_rate": "lr_scheduler_kwargs",
+    "optimizer.warmup": "warmup_steps",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.clip": "max_grad_norm",
+    "optimizer.batch": "per_device_train_batch_size",
+    "optimizer.accumulate": "gradient_accumulation_steps",
+    "optimizer.fused": "optim",
+    "optimizer.precision": "bf16",
+    "optimizer.seed": "seed",
+    "compute.device": "use_cpu",
+    "compute.checkpointing": "gradient_checkpointing",
+    "compute.offload": "gradient_checkpointing_kwargs",
+    "compute.compile": "torch_compile",
+    "compute.workers": "dataloader_num_workers",
+    "save.every": "save_steps",
+    "save.keep": "save_total_limit",
+    "save.push": "hub_model_id",
+    "save.private": "hub_private_repo",
+    "watch.log_every": "logging_steps",
+    "watch.report_to": "report_to",
+    "watch.evaluate_every": "eval_steps",
+}
+_PEFT = {
+    "train.target": "target_modules",
+    "train.rank": "r",
+    "train.alpha": "lora_alpha",
+    "train.dropout": "lora_dropout",
+}
+_KEPT = ("what", "embeddings", "norms", "positions_rate", "layer_decay")
+
+OLD: dict[str, tuple[str, str]] = {
+    **{old: (f"training.{new}", "TrainingArguments calls it") for old, new in _TRAINING.items()},
+    **{old: (f"peft.{new}", "PEFT calls it") for old, new in _PEFT.items()},
+    **{f"train.{name}": (f"trainable.{name}", "it is") for name in _KEPT},
+    "watch.evaluate_lengths": ("evaluation.lengths", "it is"),
+    "watch.evaluate_documents": ("evaluation.documents", "it is"),
+    "watch.picture": ("out", "the picture is drawn where matplotlib is installed, into"),
+    "stages[].steps": ("stages[].max_steps", "TrainingArguments calls it"),
+}
+"""Old key to new key, and the words that join them in the message."""
+SECTIONS = {
+    "optimizer": "training",
+    "compute": "training",
+    "save": "training",
+    "watch": "training",
+    "train": "trainable",
+}
+"""Removed sections, and the section that now has most of their keys."""
+
 
 T = TypeVar("T")
 Location = tuple[str | int, ...]

@@ -20,14 +20,10 @@ from hf_posswap.training.data.cutting import (
     pack_pieces,
     repeat_pieces,
 )
-from hf_posswap.training.data.masking import Masking, make_masking
-from hf_posswap.training.data.mixing import StepRows
-from hf_posswap.training.data.order import Order
 from hf_posswap.training.data.settings import DataSettings, Source
-from hf_posswap.training.data.sources import check_sources
+from hf_posswap.training.data.sources import Say, check_sources
 from hf_posswap.training.data.store import TokenStore, token_stores
-from hf_posswap.training.data.telling import Say
-from hf_posswap.training.data.windows import Collate, TokenWindows
+from hf_posswap.training.data.windows import Collate, Masking, Order, StepRows, TokenWindows, make_masking
 from hf_posswap.utils.atomic_io import cache_folder
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.text.chats import Chat, ChatEncoder
 from hf_posswap.text.stdlib import Document
 from hf_posswap.training.data.settings import Source
-from hf_posswap.training.data.sources import source_documents, source_identity
-from hf_posswap.training.data.telling import Say, TokenizingProgress
+from hf_posswap.training.data.sources import Say, TokenizingProgress, source_documents, source_identity
 from hf_posswap.utils.atomic_io import read_json, replacing, writable_folder, write_json
 
 if TYPE_CHECKING:

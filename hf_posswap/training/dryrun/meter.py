@@ -1,4 +1,7 @@
-"""Measures a step: the memory of every tensor, and the work of every operator."""
+"""Measures a step: the memory of every tensor, and the work of every operator.
+
+Work is FLOPs, bytes of memory traffic, and bytes sent to other processes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,148 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_posswap.compat.torch_dispatch import Watch, storage_key, tensors_in
+from hf_posswap.compat.torch_dispatch import Watch, argument_names, storage_key, tensors_in, writes
 from hf_posswap.compat.torch_fake import is_nested
-from hf_posswap.training.dryrun.work import Work, work_of
+from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward
+from hf_posswap.compat.torch_processes import is_collective
+
+aten = torch.ops.aten
+_ROWS = (aten.embedding, aten.index, aten.gather, aten.index_select)
+"""Operators that read only as many bytes of their table as they return."""
+ALL_REDUCE = 2
+"""Passes of a ring all-reduce; a gather or scatter has one."""
+
+
+@dataclass
+class Work:
+    """The total work of operators.
+
+    Attributes:
+        items: counts of operators by (dtype, FLOPs, bytes moved).
+        sent: bytes sent to other processes.
+    """
+
+    items: Counter[tuple[torch.dtype | None, int, int]] = field(default_factory=Counter)
+    sent: int = 0
+
+    def __iadd__(self, other: Work) -> Work:
+        self.items.update(other.items)
+        self.sent += other.sent
+        return self
+
+    def copy(self) -> Work:
+        """Return an independent copy."""
+        return Work(Counter(self.items), self.sent)
+
+    def since(self, before: Work) -> Work:
+        """Return the work done since `before`, an earlier copy of this one."""
+        return Work(self.items - before.items, self.sent - before.sent)
+
+    def times(self, count: int) -> Work:
+        """Return `count` times this work."""
+        return Work(Counter({item: count * number for item, number in self.items.items()}), count * self.sent)
+
+    @property
+    def flops(self) -> int:
+        """Total FLOPs."""
+        return sum(flops * count for (_, flops, _), count in self.items.items())
+
+    @property
+    def moved(self) -> int:
+        """Total bytes that operators read and write."""
+        return sum(moved * count for (_, _, moved), count in self.items.items())
+
+
+def work_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor], result: Any
+) -> Work:
+    """Return the work of the operator `func`.
+
+    Args:
+        func: an operator overload.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        inputs: the tensors in both.
+        outputs: the tensors in `result`.
+        result: its return value.
+    """
+    if is_collective(func):
+        return Work(sent=_sent(func, inputs, outputs))
+    moved = _moved(func, inputs, outputs)
+    flops = _flops(func, args, kwargs, result)
+    if not moved and not flops:
+        return Work()
+    dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
+    return Work(Counter({(dtypes[0] if flops and dtypes else None, flops, moved): 1}))
+
+
+def _moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes read and written; 0 for a view."""
+    input_keys = set(map(_storage_key, inputs))
+    if not writes(func) and all(_storage_key(tensor) in input_keys for tensor in outputs):
+        return 0
+    if func.overloadpacket in _ROWS:
+        return 2 * sum(map(_bytes, outputs))
+    read_bytes = {(_storage_key(tensor), tensor.storage_offset(), tensor.shape): _bytes(tensor) for tensor in inputs}
+    written_tensors = outputs or inputs  # a fused optimizer returns nothing
+    return sum(read_bytes.values()) + sum(map(_bytes, written_tensors))
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    count: Any = _ATTENTION_FLOPS.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
+    if count is None:
+        return 0
+    arguments = dict(zip(argument_names(func), args, strict=False)) | kwargs
+    full = int(count(*args, **kwargs, out_val=result))
+    causal = arguments.get("is_causal") and arguments["query"].shape[-2] == arguments["key"].shape[-2]
+    return full // 2 if causal else full  # causal attention needs half of the scores
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, _expanded_shape(query, key), _expanded_shape(query, value)))
+
+
+def _attention_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    shapes = (query.shape, _expanded_shape(query, key), _expanded_shape(query, value))
+    return int(sdpa_backward_flop_count(gradient.shape, *shapes))
+
+
+def _expanded_shape(query: Tensor, grouped: Tensor) -> tuple[int, ...]:
+    """Return the shape of `grouped`, [B, G, K, D], expanded to the heads of `query`, [B, H, Q, D]."""
+    batch, _, length, dim = grouped.shape
+    return batch, query.shape[1], length, dim
+
+
+_ATTENTION_FLOPS = {fused_attention(device): _attention_flops for device in ("cpu", "cuda")} | {
+    fused_attention_backward(device): _attention_backward_flops for device in ("cpu", "cuda")
+}
+"""FLOP formulas that torch lacks: attention on a CPU, and (torch 2.6) with grouped keys."""
+
+
+def _sent(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    name = func.overloadpacket.__name__.replace("_", "")
+    passes = ALL_REDUCE if "allreduce" in name else int("gather" in name or "scatter" in name)
+    return ring_bytes(passes, max(map(_bytes, (*inputs, *outputs)), default=0))
+
+
+def ring_bytes(passes: int, size: int) -> int:
+    """Return the bytes that a process sends in `passes` ring passes over a tensor of `size` bytes."""
+    count = dist.get_world_size()
+    return passes * size * (count - 1) // count
+
 
 Kinds = Callable[[], dict[int, str]]
 """Returns the kind of memory by storage key; keys without one are activations."""

@@ -20,12 +20,9 @@ from hf_posswap.compat.torch_fake import cannot_be_fake
 from hf_posswap.compat.torch_fsdp import gathered_weights, whole_gradients
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.training.config import Recipe
-from hf_posswap.training.dryrun.gpu_kernels import as_on_gpu
-from hf_posswap.training.dryrun.meter import Memory, Meter
-from hf_posswap.training.dryrun.modelling import FakeModel, fake_model, objective_of
-from hf_posswap.training.dryrun.unreal import FakeStep
-from hf_posswap.training.dryrun.windows import synthetic_windows
-from hf_posswap.training.dryrun.work import ALL_REDUCE, Work, ring_bytes
+from hf_posswap.training.dryrun.meter import ALL_REDUCE, Memory, Meter, Work, ring_bytes
+from hf_posswap.training.dryrun.modelling import FakeModel, fake_model, objective_of, synthetic_windows
+from hf_posswap.training.dryrun.unreal import FakeStep, as_on_gpu
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.trainer import PosswapTrainer

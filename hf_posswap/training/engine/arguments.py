@@ -1,7 +1,11 @@
-"""Builds transformers' TrainingArguments from a recipe."""
+"""Builds transformers' TrainingArguments from a recipe.
+
+Of a DeepSpeed configuration, the recipe fills in missing values, and contradictions are refused.
+"""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +13,110 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 
 from hf_posswap.compat.transformers_trainer import checkpointing_argument, use_one_gpu
-from hf_posswap.errors import ConfigError
+from hf_posswap.errors import CheckpointError, ConfigError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.theirs import REFUSED, THEIRS, non_default_settings
-from hf_posswap.training.engine.deepspeed_config import completed, configuration
+from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.user_paths import expand_home
+
+SAME: dict[str, tuple[str, str]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "{} batches a step"),
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "batches of {} windows"),
+    "gradient_clipping": ("max_grad_norm", "gradients clipped at {}"),
+}
+"""DeepSpeed's keys: the key of `training` with the same meaning, and its description."""
+_PRECISIONS = ("bf16", "fp16")
+_WHOLE = "stage3_gather_16bit_weights_on_model_save"
+_REFUSED_KEYS = {
+    "optimizer": "the rates of `trainable` and training.optim would be lost: leave it out, the recipe has one",
+    "scheduler": "training.lr_scheduler_type would be lost: leave it out, the recipe has one",
+    "tensor_parallel": "it splits the heads that a swap relies on: leave it out",
+}
+
+
+def configuration(given: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration `given`, or the one in the file `given`.
+
+    Raises:
+        ConfigError: it is not a configuration.
+    """
+    try:
+        config = given if isinstance(given, dict) else read_json(expand_home(given))
+        if not isinstance(config, dict):
+            raise ValueError(f"expected a JSON object, got {type(config).__name__}")
+        stage_of(config)
+    except (CheckpointError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"training.deepspeed: {error}") from error
+    return config
+
+
+def stage_of(config: dict[str, Any]) -> int:
+    """Return the ZeRO stage of a configuration.
+
+    Example:
+        >>> stage_of({"zero_optimization": {"stage": 3}}), stage_of({})
+        (3, 0)
+    """
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` with missing values left to the recipe, and with weights gathered for saving.
+
+    Otherwise DeepSpeed would not clip gradients, and could not save the weights of a ZeRO-3 training.
+
+    Example:
+        >>> completed({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})["gradient_clipping"]
+        0.5
+        >>> completed({"zero_optimization": {"stage": 2}})["gradient_clipping"]
+        'auto'
+    """
+    complete = copy.deepcopy(config)
+    for key in (*SAME, "train_batch_size"):
+        complete.setdefault(key, "auto")
+    if not any(precision in complete for precision in _PRECISIONS):
+        complete |= {precision: {"enabled": "auto"} for precision in _PRECISIONS}
+    if stage_of(complete) == 3 and complete["zero_optimization"].get(_WHOLE, "auto") == "auto":
+        complete["zero_optimization"][_WHOLE] = True
+    return complete
+
+
+def decided_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of `training` that a configuration sets.
+
+    Example:
+        >>> decided_settings({"gradient_clipping": 0.5, "train_batch_size": "auto", "bf16": {"enabled": True}})
+        {'max_grad_norm': 0.5, 'bf16': True, 'fp16': False}
+    """
+    decided = {name: config[key] for key, (name, _) in SAME.items() if config.get(key, "auto") != "auto"}
+    enabled = {precision: (config.get(precision) or {}).get("enabled", "auto") for precision in _PRECISIONS}
+    if True in enabled.values():  # at most one can be enabled
+        enabled = {precision: value is True for precision, value in enabled.items()}
+    return decided | {precision: value for precision, value in enabled.items() if value != "auto"}
+
+
+def problem_of(config: dict[str, Any], recipe: Recipe) -> str | None:
+    """Return why `recipe` cannot be trained with this configuration, or None."""
+    if stage_of(config) not in (1, 2, 3):
+        return (
+            f"the configuration of DeepSpeed has ZeRO stage {stage_of(config)}: set 1, 2 or 3, or leave DeepSpeed out."
+        )
+    for key, why in _REFUSED_KEYS.items():
+        if config.get(key):
+            return f"the configuration of DeepSpeed has {key!r}: {why}."
+    if stage_of(config) == 3 and config["zero_optimization"].get(_WHOLE) is False:
+        return (
+            f"the configuration of DeepSpeed has {_WHOLE} (zero3_save_16bit_model in accelerate's file) off, so there "
+            "would be nothing to save at the end: turn it on."
+        )
+    for name, value in decided_settings(config).items():
+        if value != getattr(recipe.training, name):
+            return (
+                f"the configuration of DeepSpeed sets {name} to {value}, and training.{name} is "
+                f"{getattr(recipe.training, name)}: leave it out there, or set the same value."
+            )
+    return None
+
 
 _OLD_NAME = "gradient_checkpointing"
 

@@ -1,17 +1,159 @@
-"""Checkpoints to resume from: sealed when complete, skipped with a warning when not; the newest few are kept."""
+"""Checkpoints to resume from: sealed when complete, skipped with a warning when not; the newest few are kept.
+
+A checkpoint belongs to one training, by its recipe, launch, documents and base: no other training resumes from it.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.errors import CheckpointError, TrainingWarning
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from hf_posswap.compat.transformers_models import without_origin
+from hf_posswap.errors import CheckpointError, PosswapError, TrainingWarning
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.record.refusals import unmark
+from hf_posswap.training.config import Recipe
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.theirs import result_settings
+from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.atomic_io import read_json, read_object, write_json
+from hf_posswap.utils.format import said_by
+from hf_posswap.utils.weights_digest import weights_digest
+
+
+def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
+    """Return what in the recipe and the launch affects the trained weights."""
+    identity = to_dict(recipe)
+    for name in ("name", "out", "evaluation", "gates"):
+        del identity[name]
+    del identity["data"]["cache"]
+    if not recipe.data.assistant_only_loss:  # runs from before this key, and the next two, resume
+        del identity["data"]["assistant_only_loss"]
+    for source in identity["data"]["sources"]:
+        for name in (name for name in ("min_tokens", "upsample") if source[name] is None):
+            del source[name]
+    identity |= {"training": result_settings(recipe.training), "processes": launch.processes}
+    return identity | ({"sharding": launch.sharding} if launch.sharding else {})
+
+
+def base_identity(model: Any) -> dict[str, Any]:
+    """Return the identity of the model that a training starts from: its config, and a digest of its weights.
+
+    Args:
+        model: as loaded, before the swap; adapters around it count.
+    """
+    config = json.loads(unwrap(model).config.to_json_string())
+    return {"config of the base": without_origin(config), "weights of the base": weights_digest(model)}
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_WRITER_MESSAGES = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
+"""Messages of safetensors, torch (twice) and tokenizers for a failed write: they raise their own error types."""
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Convert write errors within the block, which writes below `folder`.
+
+    Raises:
+        CheckpointError: something could not be written; what was finished before is kept.
+    """
+    try:
+        yield
+    except PosswapError:
+        raise
+    except Exception as error:
+        if not _is_about_writing(error):
+            raise
+        reason = (isinstance(error, OSError) and error.strerror) or said_by(error)
+        raise CheckpointError(
+            f"cannot write to {folder}: {reason}. Finished files are kept: free some space, and the same call resumes "
+            "from the newest checkpoint."
+        ) from error
+
+
+def _is_about_writing(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return True
+    return not isinstance(error, OSError) and any(text in str(error) for text in _WRITER_MESSAGES)
+
+
+_ADAPTER = "adapter_model.safetensors"
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Load the weights in `folder` into `model`; adapter weights into a PEFT model.
+
+    Args:
+        model: of the same classes and shapes as the one that was saved.
+        folder: a checkpoint of a training, or a saved model.
+
+    Raises:
+        CheckpointError: there are none, or they do not fit.
+    """
+    if hasattr(model, "peft_config"):
+        _load_adapter(model, folder)
+        return
+    files = sorted(path for path in folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model*.safetensors to resume from.")
+    state: dict[str, Any] = {}
+    for file in files:
+        state |= _read(file)
+    unmark(state, {name: tensor.dim() for name, tensor in model.state_dict().items()})
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    mismatched = sorted(name for name, tensor in state.items() if name in shapes and tensor.shape != shapes[name])
+    if mismatched:
+        raise CheckpointError(f"the weights in {folder} do not fit the model: different shape for {mismatched[:8]}.")
+    integers = [
+        name for name, parameter in model.state_dict().items() if name in state and _is_integer(parameter, state[name])
+    ]
+    if integers:
+        raise CheckpointError(f"the weights in {folder} do not fit the model: integers for {sorted(integers)[:8]}.")
+    load_result = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = sorted(set(load_result.missing_keys) - tied)
+    if missing or load_result.unexpected_keys:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit the model: missing {missing[:8]}, unknown "
+            f"{sorted(load_result.unexpected_keys)[:8]}."
+        )
+
+
+def _is_integer(parameter: Any, stored: Any) -> bool:
+    return parameter.is_floating_point() and not stored.is_floating_point()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Resume from another checkpoint.") from error
+
+
+def _load_adapter(model: Any, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    if not (folder / _ADAPTER).is_file():
+        raise CheckpointError(f"{folder} holds no {_ADAPTER} to resume from.")
+    load_result: Any = set_peft_model_state_dict(model, _read(folder / _ADAPTER))
+    if load_result.unexpected_keys:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit: unknown {sorted(load_result.unexpected_keys)[:8]}."
+        )
+
 
 SEAL = "posswap-checkpoint.json"
 UNFINISHED = ".unfinished"

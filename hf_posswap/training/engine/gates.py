@@ -1,11 +1,14 @@
-"""Checks before the first step: positions in range, and a first loss as the plan predicts."""
+"""Checks before the first step: positions in range, and a first loss as the plan predicts.
+
+The first loss, or the vectors of texts, are compared with those of the unswapped model.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +18,10 @@ from hf_posswap.errors import DataError, PositionRangeError, TrainingError, Unsu
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.chunked_loss import IGNORED, causal_loss, masked_loss
-from hf_posswap.training.config import SENTENCES
+from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenWindows
 from hf_posswap.training.engine.objectives import whole_loss
+from hf_posswap.training.engine.sentences import Pooling, all_vectors, distance
 
 _ROWS = 2
 _CHUNK = 512
@@ -252,3 +256,66 @@ def windows_with_loss(windows: Sequence[dict[str, Tensor]] | TokenWindows, most:
         if len(numbers) == rows:
             break
     return (numbers * rows)[:rows]
+
+
+class Start(Protocol):
+    """Measurements of the unswapped model."""
+
+    def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
+        """Return a sentence on the swapped `model` if it starts as `plan` predicts; raise a TrainingError otherwise.
+
+        Args:
+            model: swapped.
+            plan: of the swap; None: there is none.
+            above: the recipe's gates.start_above.
+        """
+
+
+def measure_start(
+    recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: bool, window: int, pooling: Pooling | None
+) -> Start:
+    """Measure the unswapped `model` on `batch`, up to its window.
+
+    Args:
+        recipe: without stages.
+        model: not yet swapped, on its device.
+        batch: arguments of its forward, with labels.
+        causal: whether it predicts the next token.
+        window: tokens that it can read.
+        pooling: of its states, for objectives on text vectors.
+    """
+    if recipe.objective.kind in SENTENCES:
+        assert pooling is not None
+        return _Vectors(model, batch, pooling, window)
+    return _Loss(model, batch, causal, window)
+
+
+class _Loss:
+    def __init__(self, model: Any, batch: dict[str, Any], causal: bool, window: int) -> None:
+        self.batch, self.causal, self.window = batch, causal, window
+        before = probe(model, batch, causal=causal, plain=window)
+        self.before = FirstLoss(before, model.config.get_text_config().vocab_size)
+
+    def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
+        loss = probe(model, self.batch, causal=self.causal)
+        plain = probe(model, self.batch, causal=self.causal, plain=self.window)
+        return check_first_loss(loss, plain, self.before, plan, above)
+
+
+class _Vectors:
+    """Measures how far the swap moves the vectors of texts."""
+
+    def __init__(self, model: Any, batch: dict[str, Any], pooling: Pooling, window: int) -> None:
+        self.batch, self.pooling, self.window = batch, pooling, window
+        self.before = all_vectors(model, pooling, batch, plain=window)
+
+    def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
+        moved = distance(all_vectors(model, self.pooling, self.batch, plain=self.window), self.before)
+        message = f"the swap moved the vectors of texts by {moved:.3f} (1 - cosine)"
+        if math.isfinite(moved) and (above is None or moved <= above):
+            return message
+        raise TrainingError(
+            f"{message}, and gates.start_above allows {'any finite number' if above is None else above}. "
+            f"Likely cause: the fields of {None if plan is None else plan.scheme} do not fit this model. "
+            "gates.start=false skips the check."
+        )

@@ -1,4 +1,7 @@
-"""Reads from the environment how a launcher (accelerate, torchrun) started this process."""
+"""How a launcher (accelerate, torchrun) started this process, and what several processes cannot train.
+
+Where a launcher's file and a recipe conflict, the file wins with a message; impossible settings are refused.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from typing import Any
 import torch
 
 from hf_posswap.compat.accelerate_state import shard_by_fsdp
+from hf_posswap.errors import ConfigError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe
-from hf_posswap.training.engine.deepspeed_config import configuration, stage_of
+from hf_posswap.training.engine.arguments import SAME, configuration, decided_settings, on_cpu, problem_of, stage_of
 
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 FSDP = "ACCELERATE_USE_FSDP"
@@ -171,3 +175,173 @@ def collator_of(launch: Launch, collate: Collate) -> Collate:
         return {"position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()} | batch
 
     return with_positions
+
+
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+
+
+def as_launched(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return `recipe` with the settings of the accelerate launch file, and a line for each difference.
+
+    A mixed precision of "no", accelerate's default, keeps the recipe's, as do values that a configuration of DeepSpeed
+    leaves out.
+
+    Args:
+        recipe: as a whole.
+
+    Raises:
+        ConfigError: a configuration of DeepSpeed is invalid, or the file asks for float8.
+    """
+    training, changes, messages = recipe.training, dict[str, Any](), list[str]()
+    for keys, line in _file_settings(recipe):
+        if any(getattr(training, name) != value for name, value in keys.items()):
+            changes |= keys
+            messages.append(f"accelerate's file wins over the recipe: {line}.")
+    launcher_config = launched_file() if is_on(DEEPSPEED) else None
+    if training.deepspeed != launcher_config and (is_on(DEEPSPEED) or is_on(FSDP)):
+        changes["deepspeed"] = launcher_config
+        if training.deepspeed:
+            engine_text = "DeepSpeed as it says" if is_on(DEEPSPEED) else "FSDP"
+            messages.append(f"accelerate's file wins over the recipe: {engine_text}, not training.deepspeed.")
+    if not changes:
+        return recipe, []
+    return dataclasses.replace(recipe, training=dataclasses.replace(training, **changes)), messages
+
+
+def _file_settings(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the keys and values of `training` that the launcher's file sets, and a description of the difference."""
+    training, precision = recipe.training, os.environ.get(_PRECISION, "no")
+    if precision == "fp8":
+        raise ConfigError("accelerate's file asks for mixed_precision fp8, which no swap was tested with: use bf16.")
+    if precision in ("bf16", "fp16"):
+        keys = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+        yield keys, f"mixed precision {precision}, not {_precision(recipe)}"
+    if is_on(DEEPSPEED):
+        decided = decided_settings(launched_deepspeed())
+        precisions: dict[str, Any] = {name: decided[name] for name in ("bf16", "fp16") if name in decided}
+        if precisions:
+            name = next((name for name, is_enabled in precisions.items() if is_enabled), "no")
+            yield precisions, f"mixed precision {name}, not {_precision(recipe)}"
+        for name, description in SAME.values():
+            if name in decided:
+                yield {name: decided[name]}, f"{description.format(decided[name])}, not {getattr(training, name)}"
+    if is_on(FSDP) and is_on("FSDP_ACTIVATION_CHECKPOINTING") and recipe.checkpoints_activations:
+        names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(training, name)]
+        yield dict.fromkeys(names, False), "FSDP checkpoints activations, not training.gradient_checkpointing"
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if compiler != "no":
+        recipe_compiler = training.torch_compile_backend or ("inductor" if training.torch_compile else "no")
+        if compiler != recipe_compiler:
+            yield {"torch_compile_backend": compiler}, f"layers compiled by {compiler}, not {recipe_compiler}"
+
+
+def refuse_deepspeed(recipe: Recipe) -> None:
+    """Refuse DeepSpeed if it would change the training, could not save a model, or would silently not be used.
+
+    Args:
+        recipe: as a whole, with the launcher's settings.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    given = recipe.training.deepspeed
+    if not given and not is_on(DEEPSPEED):
+        return
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "training.deepspeed needs a launcher, also for one process: torchrun --nproc_per_node 1 -m hf_posswap "
+            "train ..., or accelerate launch."
+        )
+    if is_launched_on_cpu():
+        raise ConfigError(
+            "accelerate's file has use_cpu: true, with which accelerate silently ignores DeepSpeed: set use_cpu: false "
+            "there; a machine without a GPU still uses its CPU."
+        )
+    problem = problem_of(configuration(given) if given else launched_deepspeed(), recipe)
+    if problem:
+        raise ConfigError(problem)
+
+
+def _precision(recipe: Recipe) -> str:
+    return "bf16" if recipe.training.bf16 else "fp16" if recipe.training.fp16 else "no"
+
+
+def refuse_silent_errors(recipe: Recipe, scheme: Any, launch: Launch) -> None:
+    """Refuse what would be silently wrong under `launch`.
+
+    Args:
+        recipe: without stages.
+        scheme: of the swap, resolved; None: no swap.
+        launch: how the process was started.
+
+    Raises:
+        UnsupportedSwapError: names the scheme or the setting, and an alternative.
+    """
+    for problem in (_splitting(recipe, scheme, launch), _sharding(recipe, launch)):
+        if problem:
+            raise UnsupportedSwapError(problem)
+
+
+def refuse_on_cpu(recipe: Recipe, launch: Launch) -> None:
+    """Refuse context parallelism if `recipe` runs on a CPU: torch supports it only on GPUs.
+
+    Raises:
+        UnsupportedSwapError: names an alternative.
+    """
+    if launch.context > 1 and on_cpu(recipe):
+        raise UnsupportedSwapError(
+            "context parallelism is not possible on a CPU: torch splits a sequence only in its GPU attention kernels. "
+            "Use cp_size: 1 here."
+        )
+
+
+def _splitting(recipe: Recipe, scheme: Any, launch: Launch) -> str | None:
+    if launch.context == launch.ulysses == 1:
+        return None
+    shards = launch.context * launch.ulysses
+    parallelism = "context parallelism" if launch.context > 1 else "Ulysses sequence parallelism"
+    if scheme is not None and not scheme.traits.shardable:
+        is_dynamic = getattr(scheme, "length_dependent", False)
+        reason = (
+            "its angles depend on the length that a process sees, which differs between processes"
+            if is_dynamic
+            else "accelerate's hook drops the mask that holds the bias, and a shard would need all of it"
+        )
+        return (
+            f"{scheme.name} cannot be trained under {parallelism}: {reason}. Use a scheme that rotates "
+            "by a token's position alone (rope, linear, ntk, yarn, longrope below its original length), or no sequence "
+            "parallelism."
+        )
+    if recipe.data.packing == "documents":
+        return (
+            f"data.packing documents cannot be trained under {parallelism}: the mask between documents would be "
+            "dropped."
+        )
+    if recipe.objective.kind not in ("next-token",):
+        return f"objective.kind {recipe.objective.kind} cannot be trained under {parallelism}: only next-token can."
+    if recipe.objective.chunk:
+        return f"objective.chunk must be 0 under {parallelism}: labels are shifted before the sequence is split."
+    for length in recipe.data.lengths:
+        if length % (2 * shards):
+            cut_text = "" if length == recipe.data.length else f", cut into windows of {length},"
+            return (
+                f"data.length {recipe.data.length}{cut_text} must be a multiple of {2 * shards} under {parallelism} "
+                f"by {shards}."
+            )
+    return None
+
+
+def _sharding(recipe: Recipe, launch: Launch) -> str | None:
+    if launch.fsdp == 1:
+        return "FSDP version 1 is not supported: it flattens the parameters a swap adds. Set fsdp_version: 2."
+    if launch.shards and recipe.swap.gradual_steps:
+        return "a gradual swap cannot end on sharded weights (FSDP, ZeRO-3): use DDP or one process."
+    if launch.shards and recipe.what == "new_rows":
+        return "trainable.what new_rows masks rows of a gradient, which sharding splits: use DDP or one process."
+    if launch.shards and (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start):
+        return "training.eval_strategy needs unsharded weights: set it to no; the finished model is evaluated."
+    if launch.deepspeed == 3 and recipe.objective.kind == "longce":
+        return "objective.kind longce runs the head by chunks, whose weights ZeRO-3 releases: use FSDP2 or DDP."
+    if launch.shards and recipe.objective.kind in ("distill", "embedding"):
+        return f"objective.kind {recipe.objective.kind} needs an unsharded teacher with a sharded model: use DDP."
+    return None

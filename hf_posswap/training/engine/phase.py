@@ -19,21 +19,20 @@ from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.blending import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
-from hf_posswap.training.engine.callbacks import (
-    BlendScheduleCallback,
-    LossExplosionCallback,
-    StopWhenRecovered,
-    stage_done_at,
-)
 from hf_posswap.training.engine.checkpoints import differences, step_of
-from hf_posswap.training.engine.evaluating import measure_of
 from hf_posswap.training.engine.gates import probe
 from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
 from hf_posswap.training.engine.parallel import Launch, collator_of
 from hf_posswap.training.engine.preparing import Prepared, prepare
-from hf_posswap.training.engine.sentence_files import write_sentence_files
-from hf_posswap.training.engine.services import Services
-from hf_posswap.training.engine.trainer import PosswapTrainer
+from hf_posswap.training.engine.sentences import write_sentence_files
+from hf_posswap.training.engine.services import Services, measure_of
+from hf_posswap.training.engine.trainer import (
+    BlendScheduleCallback,
+    LossExplosionCallback,
+    PosswapTrainer,
+    StopWhenRecovered,
+    stage_done_at,
+)
 from hf_posswap.training.trainable import parameter_groups
 from hf_posswap.utils.atomic_io import read_object, write_json
 

@@ -23,34 +23,30 @@ from hf_posswap.patching.verify.verify_swap import verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.text.tokens import check_token_ids, load_tokenizer, with_eos_token
-from hf_posswap.training.chunk_proof import chunking_problem
-from hf_posswap.training.chunked_loss import IGNORED
+from hf_posswap.training.chunked_loss import IGNORED, chunking_problem
 from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenData, build_data, prove_packing
 from hf_posswap.training.data.build import read_text
-from hf_posswap.training.data.sources import check_sources
-from hf_posswap.training.data.telling import Say, data_notes
+from hf_posswap.training.data.sources import Say, check_sources, data_notes
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
+from hf_posswap.training.engine.checkpoints import base_identity, load_weights
 from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
 from hf_posswap.training.engine.gates import (
     check_held_out,
     check_positions,
     check_reads_text,
+    measure_start,
     probe,
     short_of_window,
     short_windows,
     windows_with_loss,
 )
-from hf_posswap.training.engine.identity import base_identity
-from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.memory import need_message, process_bytes, refuse_too_much, training_need
 from hf_posswap.training.engine.objectives import Objective, make_objective
-from hf_posswap.training.engine.parallel import Launch
-from hf_posswap.training.engine.sentence_files import pooling_of
+from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
+from hf_posswap.training.engine.sentences import pooling_of
 from hf_posswap.training.engine.services import Services
-from hf_posswap.training.engine.start import measure_start
-from hf_posswap.training.engine.weights import load_weights
 from hf_posswap.training.trainable import prepare_trainable
 from hf_posswap.utils.auto_classes import TRUST
 

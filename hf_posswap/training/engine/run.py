@@ -9,25 +9,70 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import ConfigError
-from hf_posswap.training.config import Recipe, phases_of
+from hf_posswap.training.config import Phase, Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data.sources import require_sources
 from hf_posswap.training.engine.arguments import training_arguments
+from hf_posswap.training.engine.checkpoints import SEAL, checkpoints_in, identity_of, step_of, writing_to
 from hf_posswap.training.engine.finish import finish
-from hf_posswap.training.engine.identity import identity_of
-from hf_posswap.training.engine.launch_file import as_launched, refuse_deepspeed
-from hf_posswap.training.engine.launch_refusals import refuse_on_cpu, refuse_silent_errors
-from hf_posswap.training.engine.parallel import environment_kept, launch_of
-from hf_posswap.training.engine.phase import MODEL, Run, run_phase
+from hf_posswap.training.engine.parallel import (
+    as_launched,
+    environment_kept,
+    launch_of,
+    refuse_deepspeed,
+    refuse_on_cpu,
+    refuse_silent_errors,
+)
+from hf_posswap.training.engine.phase import CHECKPOINTS, DONE, MODEL, Run, run_phase
 from hf_posswap.training.engine.preparing import chosen_scheme
 from hf_posswap.training.engine.services import Services
-from hf_posswap.training.engine.writing import writing_to
 from hf_posswap.utils.atomic_io import alone_in, writable_folder, write_json
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.progress import quiet_transformers
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.threads import keep_log_level
 from hf_posswap.utils.user_paths import expand_home
+
+
+def resume_note(recipe: Recipe) -> str:
+    """Return what is saved of the training by `recipe`, and how it resumes.
+
+    Args:
+        recipe: of the training, which was interrupted.
+    """
+    folder, phases = expand_home(recipe.out).resolve(), phases_of(recipe)
+    finished = [phase.name for phase in phases if (folder / phase.name / DONE).is_file()]
+    if len(finished) == len(phases):
+        return f"Interrupted after the training: the model is saved in {folder}. The same command measures it."
+    phase = phases[len(finished)]
+    saved = [f"{', '.join(finished)}, finished"] if finished else []
+    step, path = _newest(folder, phase)
+    if path is not None:
+        saved.append(f"step {step} of {phase.recipe.training.max_steps}{_of(phase)}, in {path}")
+    if not saved:
+        return f"Interrupted: nothing is saved yet, and the same command starts again. {_when_saved(phase)}."
+    begins = f"at step {step + 1}" if path is not None else f"with {phase.name}"
+    return f"Interrupted. Saved: {'; '.join(saved)}. The same command resumes {begins}."
+
+
+def _of(phase: Phase) -> str:
+    return f" of {phase.name}" if phase.name else ""
+
+
+def _newest(folder: Path, phase: Phase) -> tuple[int, Path | None]:
+    """Return the step and the folder of the newest complete checkpoint; 0 and None: there is none."""
+    sealed = (path for path in checkpoints_in(folder / phase.name / CHECKPOINTS) if (path / SEAL).is_file())
+    path = next(sealed, None)
+    return (0, None) if path is None else (step_of(path), path)
+
+
+def _when_saved(phase: Phase) -> str:
+    training = phase.recipe.training
+    every = training.save_steps
+    if training.save_strategy != "steps":
+        return f"Checkpoints are written by training.save_strategy={training.save_strategy}"
+    share = f"{every:g} of the steps" if every < 1 else f"{every:g} steps"
+    return f"A checkpoint is written every {share} (training.save_steps)"
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,8 +16,8 @@ from hf_posswap.patching.inspect.describe import explain
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.config import load_recipe, phases_of
 from hf_posswap.training.config import shipped as module
-from hf_posswap.training.config.copying import copy_recipe
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.reading import copy_recipe
 from hf_posswap.training.config.shipped import find_recipe, recipes_folder, shipped_recipes
 from hf_posswap.training.dryrun import dry_run
 from tests.training.engine_runs import write_model, write_texts

@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.config.load import to_dict
-from hf_posswap.training.config.old_keys import OLD
 from hf_posswap.training.config.theirs import REFUSED, THEIRS, TrainingSettings, result_settings
+from hf_posswap.training.config.typed import OLD
 from hf_posswap.training.engine.arguments import argument_values, training_arguments
 
 HINTS: dict[str, Any] = get_type_hints(TrainingSettings)

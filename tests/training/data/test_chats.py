@@ -24,10 +24,9 @@ from hf_posswap.training.config import make_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import DataSettings, Source, TokenData, build_data, prove_packing
 from hf_posswap.training.data import sources as reading
-from hf_posswap.training.data.masking import IGNORED
-from hf_posswap.training.data.telling import data_notes
-from hf_posswap.training.engine.checkpoints import differences
-from hf_posswap.training.engine.identity import identity_of
+from hf_posswap.training.data.sources import data_notes
+from hf_posswap.training.data.windows import IGNORED
+from hf_posswap.training.engine.checkpoints import differences, identity_of
 from hf_posswap.training.engine.parallel import Launch
 from tests.training.data.test_packing import masked_tokenizer
 from tests.training.engine_runs import FITTING, recipe, trained

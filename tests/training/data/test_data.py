@@ -28,11 +28,8 @@ from hf_posswap.training.data import DataSettings, Source, build_data, prove_pac
 from hf_posswap.training.data import sources as reading
 from hf_posswap.training.data import store as storing
 from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces, repeat_pieces
-from hf_posswap.training.data.masking import make_masking
-from hf_posswap.training.data.order import Order
-from hf_posswap.training.data.positions import pose_draw, random_positions
-from hf_posswap.training.data.sources import check_source
-from hf_posswap.training.data.telling import TokenizingProgress
+from hf_posswap.training.data.sources import TokenizingProgress, check_source
+from hf_posswap.training.data.windows import Order, make_masking, pose_draw, random_positions
 from tests.training.data.test_packing import built, masked_tokenizer
 from tests.training.tiny_models import tiny
 

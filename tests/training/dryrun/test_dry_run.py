@@ -30,11 +30,11 @@ from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, Unsupp
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.dryrun import CARDS, DryRun, Prediction, card_of, dry_run, launch_file, launching
-from hf_posswap.training.dryrun.changes import ladders
 from hf_posswap.training.dryrun.launching import launched
+from hf_posswap.training.dryrun.meter import Work
 from hf_posswap.training.dryrun.modelling import fake_model
+from hf_posswap.training.dryrun.run import ladders
 from hf_posswap.training.dryrun.unreal import FakeStep
-from hf_posswap.training.dryrun.work import Work
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.trainable import prepare_trainable
 from tests.training.tiny_models import tiny

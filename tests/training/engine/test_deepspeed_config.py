@@ -12,10 +12,8 @@ from hf_posswap.errors import CheckpointError, ConfigError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine import run_recipe
 from hf_posswap.training.engine.arguments import argument_values
-from hf_posswap.training.engine.checkpoints import newest, seal
-from hf_posswap.training.engine.identity import identity_of
-from hf_posswap.training.engine.launch_file import as_launched, refuse_deepspeed
-from hf_posswap.training.engine.parallel import Launch, launch_of, launch_of_environment
+from hf_posswap.training.engine.checkpoints import identity_of, newest, seal
+from hf_posswap.training.engine.parallel import Launch, as_launched, launch_of, launch_of_environment, refuse_deepspeed
 from tests.training.engine_runs import recipe
 
 ZERO_2 = {"zero_optimization": {"stage": 2}}

@@ -23,9 +23,8 @@ from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
-from hf_posswap.training.engine.launch_refusals import refuse_silent_errors
 from hf_posswap.training.engine.log import RunLog
-from hf_posswap.training.engine.parallel import Launch
+from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
 from hf_posswap.training.engine.preparing import prepare
 from hf_posswap.training.engine.services import Services
 from hf_posswap.utils.progress import Reporter

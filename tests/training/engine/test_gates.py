@@ -24,7 +24,6 @@ from hf_posswap.errors import (
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.training.config import GateSettings
-from hf_posswap.training.engine.callbacks import explosion
 from hf_posswap.training.engine.gates import (
     FirstLoss,
     check_first_loss,
@@ -37,6 +36,7 @@ from hf_posswap.training.engine.gates import (
 from hf_posswap.training.engine.memory import training_need
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.engine.services import Services
+from hf_posswap.training.engine.trainer import explosion
 from tests.training.engine_runs import recipe, trained, write_model
 from tests.training.tiny_models import tiny
 

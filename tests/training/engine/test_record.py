@@ -24,7 +24,7 @@ from hf_posswap.patching.record.training import TrainingRecord, training_of
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import Finished
-from hf_posswap.training.engine.identity import base_identity
+from hf_posswap.training.engine.checkpoints import base_identity
 from tests.training.engine_runs import recipe, write_texts
 
 SWAPS: dict[str, tuple[str, ...]] = {

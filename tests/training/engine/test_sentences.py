@@ -19,8 +19,7 @@ from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import ConfigError, MissingDependencyError, TrainingError
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.training.engine import Finished
-from hf_posswap.training.engine.sentence_files import pooling_of
-from hf_posswap.training.engine.sentences import Pooling, contrastive_loss, embed, embedding_loss, halves
+from hf_posswap.training.engine.sentences import Pooling, contrastive_loss, embed, embedding_loss, halves, pooling_of
 from tests.training.engine_runs import trained, write_model
 from tests.training.tiny_models import tiny
 

@@ -18,8 +18,7 @@ from hf_posswap.adapting import run_recipe
 from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.engine import Services
-from hf_posswap.training.engine.launch_file import as_launched
-from hf_posswap.training.engine.parallel import launch_of
+from hf_posswap.training.engine.parallel import as_launched, launch_of
 from tests.training.engine_runs import recipe, trained, weights_of
 
 
