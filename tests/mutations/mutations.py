@@ -1253,7 +1253,7 @@ def _attention_more(source: Source) -> None:
 def _outputs_core() -> None:
     import transformers.modeling_outputs as outputs
 
-    runtime.run_again(outputs.__name__, ("last_hidden_state", "final_states"))
+    runtime.run_again(outputs.__name__, ("    last_hidden_state:", "    final_states:"))
 
 
 def _final_states(source: Source) -> None:
