@@ -175,3 +175,19 @@ def join(*segments: str) -> str:
 def who(model: nn.Module) -> str:
     """Return the name of `model` in messages."""
     return type(model).__name__
+
+
+def is_removed(root: nn.Module, path: str) -> bool:
+    """Return whether the layer of `path` was taken out of its list, as to prune a model.
+
+    Example:
+        >>> root = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1)])})
+        >>> is_removed(root, "layers.0"), is_removed(root, "layers.1"), is_removed(root, "head")
+        (False, True, False)
+    """
+    parent = root
+    for name in path.split("."):
+        if name not in parent._modules:
+            return isinstance(parent, nn.ModuleList)
+        parent = parent.get_submodule(name)
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import transformers
 from torch import Tensor
 
 import hf_posswap
-from hf_posswap import Alibi, Rope, patch_model, patched, swap_plan, verify_swap
-from hf_posswap.errors import PositionRangeError, PosswapError, UnsupportedSwapError
+from hf_posswap import Alibi, Rope, patch_model, patched, swap_plan, unpatch_model, verify_swap
+from hf_posswap.errors import PositionRangeError, PosswapError, SwapVerificationError, UnsupportedSwapError
 from hf_posswap.families import locate
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, turn, without_tables
@@ -269,3 +270,23 @@ def test_attention_that_is_exchanged_after_a_swap_does_not_drop_the_scheme(reach
         PosswapError, match=r"attention modules of BigBirdModel .* replaced since .*What works: load the model again"
     ):
         logits(model, ids)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "fire"])
+@pytest.mark.parametrize("removed", [slice(0, 1), slice(1, 2), slice(2, 4)])
+def test_a_model_that_is_pruned_after_a_swap_is_that_of_its_layers(scheme: str, removed: slice) -> None:
+    torch.manual_seed(0)
+    shape = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 320, "n_positions": 32}
+    model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=0)).eval(), words(2, 12)
+    pruned_first = copy.deepcopy(model)
+    patch_model(model, scheme, site="attention")
+    for each in (pruned_first, model):
+        del each.transformer.h[removed]
+        for number, block in enumerate(each.transformer.h):
+            block.attn.layer_idx = number
+    assert gap(logits(model, ids), logits(patch_model(pruned_first, scheme, site="attention"), ids)) == 0
+    with pytest.raises(SwapVerificationError, match=r"transformer\.h\.\d\.attn: its layer was removed since"):
+        verify_swap(model)
+    with pytest.raises(UnsupportedSwapError, match=r"attn of GPT2LMHeadModel was removed after the swap to \w+"):
+        unpatch_model(model)
+    assert swap_plan(model).scheme.name == scheme

@@ -26,6 +26,7 @@ HEADER = ("Purpose:", "Swap:", "Source:", "Launch:", "Cost:", "Expected:")
 KINDS = {
     "openai-community/gpt2": "gpt2",
     "huggyllama/llama-7b": "llama",
+    "meta-llama/Llama-2-7b-hf": "llama",
     "HuggingFaceTB/SmolLM-135M": "llama",
     "google-bert/bert-base-uncased": "bert",
     "sentence-transformers/all-MiniLM-L6-v2": "bert",

@@ -12,7 +12,7 @@ import torch
 import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.errors import ConfigError
-from hf_posswap.training.config.load import PROVED
+from hf_posswap.training.config.theirs import PROVED
 from hf_posswap.training.trainable import (
     TrainableSettings,
     base_name,

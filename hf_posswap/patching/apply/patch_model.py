@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_posswap.compat.torch_fake import make_fake_as, without_fake_mode
-from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.modules import is_removed
 from hf_posswap.families.rope_config import config_parts
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.guard import changing
@@ -177,7 +178,7 @@ def unpatch_model(model: M) -> M:
     Raises:
         NotPatchedError: the model carries no swap; or it was loaded from a swapped checkpoint, which lacks the original
             mechanism's weights; or `fit_rotation` has changed its weights.
-        UnsupportedSwapError: inference mode is on.
+        UnsupportedSwapError: inference mode is on, or layers were removed since the swap.
         ModelInUseError: a forward of the model is running, or another thread changes it.
 
     Example:
@@ -204,10 +205,20 @@ def unpatch_model(model: M) -> M:
             )
         refuse_wrapped_parts(target)
         refuse_nested_swaps(target)
+        _refuse_removed_layers(target, patch)
         _undo(target, patch, owner=model)
         if patch.sequence_lengths is not None and is_sentence_model(model):
             _restore_sequence_length(model, *patch.sequence_lengths)
     return model
+
+
+def _refuse_removed_layers(model: Any, patch: AppliedSwap) -> None:
+    path = next((edit.path for edit, _ in patch.done() if is_removed(model, edit.path)), None)
+    if path is not None:
+        raise UnsupportedSwapError(
+            f"{path} of {type(model).__name__} was removed after the swap to {patch.plan.named}, which can no longer "
+            "be undone there. Load the base model and remove the layers from it."
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_posswap.compat.torch_tensors import version_of
 from hf_posswap.errors import SwapVerificationError
+from hf_posswap.families.modules import is_removed
 
 Fingerprint = dict[str, tuple[int, int | None]]
 
@@ -30,7 +31,7 @@ def check_structure(model: Any) -> None:
     """
     plan = model._posswap.plan
     for edit in plan.edits:
-        problem = edit.check(model)
+        problem = "its layer was removed since" if is_removed(model, edit.path) else edit.check(model)
         if problem:
             raise SwapVerificationError(f"{edit.path}: {problem}, so the swap to {plan.named} is no longer intact.")
     if getattr(model.config, "posswap", None) is None:

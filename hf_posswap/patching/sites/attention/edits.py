@@ -123,7 +123,7 @@ class PatchAttention(Edit):
         hook = self.hook(owner, leaf, start.memos, entry_signature(module)[0], self.first, self.layer)
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
         keep_hooks(saved, module.register_forward_hook(hook.check_used, with_kwargs=True))
-        start.carriers += 1
+        start.carriers.append(self.path.removeprefix(f"{self.entry}.") if self.entry else self.path)
 
     def undo(self, model: Any, saved: Saved) -> None:
         """Give the attention module the model's config again, whatever that is by now."""

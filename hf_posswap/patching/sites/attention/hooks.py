@@ -11,7 +11,7 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
-from hf_posswap.families.modules import CarriedModule, by_name
+from hf_posswap.families.modules import CarriedModule, by_name, is_removed
 from hf_posswap.patching.edits.continuous_batching import Refusal, needs_key_positions
 from hf_posswap.patching.edits.offload import bring_all
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
@@ -145,8 +145,8 @@ class StartHook:
     ) -> None:
         self.carried = CarriedModule(owner, name)
         self.memos, self.signature, self.masks_by_index = memos, signature, masks_by_index
-        self.carriers = 0
-        """How many attention modules were given the scheme."""
+        self.carriers: list[str] = []
+        """Paths of the attention modules that were given the scheme, in the module that takes the input."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if not torch.compiler.is_compiling():
@@ -175,19 +175,21 @@ class StartHook:
         """End a forward of `module`.
 
         Raises:
-            PosswapError: attention modules that were given the scheme are there no more.
+            PosswapError: attention modules that were given the scheme were replaced. Layers may have been removed.
         """
         calls = None if torch.compiler.is_compiling() or self.memos.begun_traced else self.memos.of_thread().calls
         self.memos.end(module)
-        if calls is not None and calls < self.carriers:  # layers may be left out, or compiled by themselves
+        if calls is not None and calls < len(self.carriers):  # layers may be left out, or compiled by themselves
             self._check_carriers(module)
 
     def _check_carriers(self, module: nn.Module) -> None:
         hooks = (hook for child in module.modules() for hook in pre_hooks(child) if isinstance(hook, PositionHook))
-        left = sum(hook.memos is self.memos for hook in hooks)
-        if left < self.carriers:
+        present = sum(hook.memos is self.memos for hook in hooks)
+        removed = sum(is_removed(module, path) for path in self.carriers)
+        count = len(self.carriers)
+        if present + removed < count:
             raise PosswapError(
-                f"{self.carriers - left} of {self.carriers} attention modules of {type(module).__name__} that were "
+                f"{count - present - removed} of {count} attention modules of {type(module).__name__} that were "
                 "swapped have been replaced since (set_attention_type does that, for example): the model would "
                 "compute without positions, or with the native ones. What works: load the model again, replace the "
                 "modules, and then call hf_posswap.patch_model."
