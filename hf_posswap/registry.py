@@ -70,6 +70,10 @@ class Registry(Generic[T]):
         """Forget `name`: for tests and interactive work."""
         self._items.pop(name, None)
 
+    def names_so_far(self) -> set[str]:
+        """Return the names that are registered now, without loading other packages' entry points."""
+        return set(self._items)
+
     def items(self) -> list[tuple[str, T]]:
         """Return all pairs of name and item, by name."""
         self._load_plugins()

@@ -56,8 +56,9 @@ QUARTER = "POSSWAP_QUARTER"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Programs that tests start in processes of their own: no doctests to be looked for by importing them.
-collect_ignore_glob = ["*/*_child.py", "checkpoints/loopback_client.py"]
+# Programs that tests start in processes of their own, and a package that they build: no doctests to be looked for by
+# importing them.
+collect_ignore_glob = ["*/*_child.py", "checkpoints/loopback_client.py", "toys/package/*"]
 
 # The same examples in every run, and no deadline: a busy machine is no failure.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import transformers
 from packaging.version import Version
 
-from hf_posswap.compat.transformers_calls import CACHE_NAMES, cache_argument, cache_in, forward_parameters
+from hf_posswap.compat.transformers_calls import cache_in
+from hf_posswap.testing.contract.caches import takes_cache, with_cache
 
 __all__ = ["RELEASE", "TOKENS_ARE_NOT_ENOUGH", "UNBUILT", "cache_in", "model_class", "takes_cache", "with_cache"]
 
@@ -37,14 +37,3 @@ if RELEASE < (5, 18):  # stock defects of 5.14: their own caches do not fit the 
 def model_class(name: str) -> Any:
     """Return the model class of transformers that is called `name`."""
     return getattr(transformers, name)
-
-
-def with_cache(module: Any, cache: Any) -> dict[str, Any]:
-    """Return the argument by which the forward of `module`, a model or a layer of one, is given `cache`."""
-    return {cache_argument(module): cache}
-
-
-def takes_cache(cls: type) -> bool:
-    """Return whether the forward of the class takes a cache: an annotation says so, or one of the names it has had."""
-    parameters = forward_parameters(cls).items()
-    return any(name in CACHE_NAMES or "Cache" in inspect.formatannotation(one.annotation) for name, one in parameters)

@@ -30,11 +30,14 @@ LAYERS = (
     {"adapting", "advice", "integrations"},
     {"harness", "explorer"},
     {FACADE},  # the public names
-    {"quickstart", "selfcheck"},
+    {"quickstart", "selfcheck", "testing.contract"},
     {"cli"},
     {"command"},
     {"__main__"},
 )
+# Folders that are a part of their own, above the part that they lie in.
+APART = {"testing.contract"}
+PLUGIN = "hf_posswap/testing/contract/plugin.py"
 # The folders of patching: each imports those above it; those in one line never import each other.
 PATCHING = (
     {"record"},
@@ -52,7 +55,7 @@ SHARED = LAYERS[0] | LAYERS[2]
 FORBIDDEN = {"schemes": {"transformers"}}
 OPTIONAL = {
     "peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers", "gguf", "vllm",
-    "onnx", "onnxscript", "onnxruntime",
+    "onnx", "onnxscript", "onnxruntime", "pytest",
 }  # fmt: skip
 HEAVY = OPTIONAL | {"typer", "rich"}
 
@@ -72,7 +75,7 @@ def imports_of(package: Path) -> list[Import]:
     found = []
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         module = (package.name, *path.relative_to(package).with_suffix("").parts)
-        part = module[1]
+        part = ".".join(module[1:3]) if ".".join(module[1:3]) in APART else module[1]
         for node, eager in _statements(ast.parse(path.read_text(encoding="utf-8"))):
             where = f"{path.relative_to(package.parent)}:{node.lineno}"
             found += [Import(where, part, target, eager) for target in _targets(node, module)]
@@ -101,7 +104,8 @@ def _part(target: str, package: str) -> str | None:
     head, _, rest = target.partition(".")
     if head != package:
         return None
-    name = rest.partition(".")[0]
+    inner = ".".join(rest.split(".")[:2])
+    name = inner if inner in APART else rest.partition(".")[0]
     return name if any(name in layer for layer in LAYERS) else FACADE
 
 
@@ -225,6 +229,13 @@ def test_imports_go_one_way() -> None:
         ("training/loop.py", "from hf_posswap.evaluation import perplexity", "training imports evaluation"),
         ("evaluation/loop.py", "import hf_posswap.training.loop", "evaluation imports training"),
         ("quickstart/run.py", "from hf_posswap.cli import main", "quickstart imports cli"),
+        ("testing/tiny.py", "from hf_posswap.patching import plan_swap", "testing imports patching"),
+        (
+            "patching/verify/run.py",
+            "from hf_posswap.testing.contract.pairs import Pair",
+            "patching imports testing.c",
+        ),
+        ("testing/contract/points/run.py", "from hf_posswap.cli import main", "testing.contract imports cli"),
         ("helpers.py", "import os", "helpers is in no layer"),
     ],
 )
@@ -252,7 +263,8 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     eager = [found for found in imports_of(ROOT / "hf_posswap") if found.eager]
-    assert [found for found in eager if found.target.partition(".")[0] in OPTIONAL] == []
+    optional = [found for found in eager if found.target.partition(".")[0] in OPTIONAL]
+    assert {(found.where.partition(":")[0], found.target) for found in optional} == {(PLUGIN, "pytest")}
 
 
 def test_an_eager_import_is_told_from_a_late_one(tmp_path: Path) -> None:
@@ -266,7 +278,7 @@ def test_an_eager_import_is_told_from_a_late_one(tmp_path: Path) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    names = "train plot lm-eval sentences fused gguf onnx vllm serving-tests axolotl".split()
+    names = "train plot lm-eval sentences fused gguf onnx vllm serving-tests axolotl testing".split()
     lines = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[^\w-]", line)[0] for line in lines}
     homes = {"llama_cpp": ["llama-cpp-python"]} | packages_distributions()  # .ci/serving alone installs it

@@ -70,6 +70,29 @@ def auto_class_name(architecture: str) -> str:
     return next(names, "AutoModel")
 
 
+def language_classes(model_type: str) -> dict[str, tuple[Any, Any]]:
+    """Return the classes of a model type for language modelling: by task, the config class and the model class.
+
+    Touches `CONFIG_MAPPING` and `_model_mapping` of the Auto classes, which hold what other packages register too.
+    Without it the classes of a family outside transformers cannot be found.
+
+    Example:
+        >>> [(task, model.__name__) for task, (_, model) in language_classes("gpt2").items()]
+        [('CAUSAL_LM', 'GPT2LMHeadModel')]
+    """
+    import transformers
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {}
+    config = transformers.CONFIG_MAPPING[model_type]
+    found = {}
+    for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        mapping = auto_mapping(getattr(transformers, _AUTO_CLASSES[task]))
+        if config in mapping:
+            found[task] = config, mapping[config]
+    return found
+
+
 def build_model(cls: Any, config: Any, **kwargs: Any) -> Any:
     """Return a new model of the class `cls`, which the Auto classes would make for its `config`.
 

@@ -7,6 +7,7 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from hf_posswap.compat import transformers_auto
+from tests.toys.house_model import HouseConfig, HouseForCausalLM
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
 
@@ -16,6 +17,16 @@ def test_auto_mapping() -> None:
     assert mapping[GPT2Config] is GPT2LMHeadModel
     assert LlamaConfig in mapping
     assert transformers_auto.auto_mapping(GPT2LMHeadModel) is None
+
+
+def test_language_classes() -> None:
+    assert transformers_auto.language_classes("gpt2") == {"CAUSAL_LM": (GPT2Config, GPT2LMHeadModel)}
+    assert set(transformers_auto.language_classes("bert")) == {"CAUSAL_LM", "MASKED_LM"}
+    assert transformers_auto.language_classes("no_such_type") == {}
+
+
+def test_language_classes_that_another_package_registers() -> None:
+    assert transformers_auto.language_classes(HouseConfig.model_type) == {"CAUSAL_LM": (HouseConfig, HouseForCausalLM)}
 
 
 def test_auto_mappings() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from hf_posswap.testing.contract.models import MODELS
+from tests.contract.limits import limits_of
 from tests.contract.models import BERT, BERT_QV, GPT2, LENGTH, QV, ROBERTA, TINY, Tiny
 from tests.contract.paired import PAIRED
 from tests.contract.rotary_kinds import KINDS_OF_ROTARY
@@ -119,5 +122,6 @@ OTHERS: dict[str, Tiny] = {
 }
 """One model of each other family of one stack: the schemes of each site run every point on it."""
 
-ALL = TINY | OTHERS | PAIRED
+ALL = {name: replace(tiny, limits=limits_of(name)) for name, tiny in (TINY | OTHERS | PAIRED).items()}
 """Every tiny model, by name."""
+MODELS.update(ALL)

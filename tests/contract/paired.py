@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_posswap.testing.contract.models import SMALL, START, T5
 from tests.contract.models import LENGTH, QV, Tiny
 
-START = {"decoder_start_token_id": 3}
 _BART: dict[str, Any] = START | {
     "d_model": 64,
     "encoder_ffn_dim": 96,
@@ -28,15 +28,6 @@ _LED: dict[str, Any] = {
     "max_decoder_position_embeddings": LENGTH,
     "attention_window": 8,
 }
-_T5: dict[str, Any] = START | {
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-}
 _WHISPER: dict[str, Any] = {
     **{name: value for name, value in _BART.items() if name != "max_position_embeddings"},
     "max_target_positions": LENGTH,
@@ -56,7 +47,7 @@ def _bart(kind: str, **values: Any) -> Tiny:
 
 
 def _t5(kind: str, **values: Any) -> Tiny:
-    return Tiny(f"{kind}ForConditionalGeneration", f"{kind}Config", _T5 | values, ("q", "v"), paired=True, inside="t5")
+    return Tiny(f"{kind}ForConditionalGeneration", f"{kind}Config", T5 | values, ("q", "v"), paired=True, inside="t5")
 
 
 PAIRED: dict[str, Tiny] = {
@@ -68,7 +59,7 @@ PAIRED: dict[str, Tiny] = {
     "m2m_100": _bart("M2M100"),
     "led": Tiny("LEDForConditionalGeneration", "LEDConfig", _LED, QV, paired=True),
     "whisper": Tiny("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, QV, paired=True, hears=True),
-    "t5": _t5("T5"),
+    "t5": SMALL["t5"],
     "umt5": _t5("UMT5"),  # a table in each layer
     "longt5": _t5("LongT5"),
     "t5gemma": Tiny("T5GemmaForConditionalGeneration", "T5GemmaConfig", _T5GEMMA, QV, paired=True, shrunk=True),

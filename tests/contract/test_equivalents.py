@@ -14,10 +14,10 @@ from transformers import DynamicCache, StaticCache
 
 import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model
+from hf_posswap.testing.contract.points.running import piecewise
 from tests.contract import twins
 from tests.contract.models import LENGTH, PADDING, build
 from tests.contract.pairs import CHANGE, Pair, gap, logits, words
-from tests.contract.test_running import piecewise
 from tests.exact_angles import with_exact_angles
 from tests.stock import with_cache
 

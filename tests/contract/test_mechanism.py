@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from hf_posswap import patch_model, swap_plan
-from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
+from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_compatibility import ATTENTION_REFUSED
 from hf_posswap.schemes import SCHEMES
+from hf_posswap.testing.contract.points import traits
 from tests.contract.models import LENGTH, TINY, build
-from tests.contract.pairs import CHANGE, LONGER, NOISE, Pair, gap, logits, placed, refusal, words
-from tests.contract.test_masks import first_position
-from tests.stock import cache_in, with_cache
+from tests.contract.pairs import LONGER, NOISE, Pair, gap, logits, refusal, words
+from tests.contract.points import as_tests
 from tests.toys.registration import TOY_MODEL
 
 IDS = words(2, LENGTH)
@@ -25,6 +24,8 @@ TABLES = ["gpt2", "opt", "bert", "bert (is_decoder)", "roberta"]
 ROTARY = [name for name in TINY if name not in (*TABLES, TOY_MODEL)]
 SCALED = ["linear", "ntk", "ntk_by_parts", "yarn", "llama3", "dynamic"]
 NATIVE = [*SCALED, "longrope", "p_rope", "resonance", "resonance_yarn", "nope"]
+
+globals().update(as_tests(traits))  # a test for each point
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -77,20 +78,6 @@ def test_native_and_attention_site_agree(name: str, scheme: str) -> None:
     assert gap(logits(inside.specimen(), ids), logits(outside.specimen(), ids)) < NOISE
 
 
-@placed
-def test_only_differences_of_positions_matter_exactly_where_it_is_promised(pair: Pair) -> None:
-    model, ids = pair.specimen(), words(2, 12)
-    shift = 299 if pair.traits.unbounded and pair.plan.cached_equals_full else 17
-    positions = torch.arange(12).expand(2, -1) + first_position(pair)
-    change = gap(
-        pair.logits(model, ids, position_ids=positions + shift), pair.logits(model, ids, position_ids=positions)
-    )
-    if pair.relative:
-        assert change < 4 * NOISE  # the angles of large positions are rounded more
-    else:
-        assert change > CHANGE
-
-
 def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> None:
     sites, why = locate(refused.native()), str(refusal(refused))
     causal, main = all(stack.geometry.causal for stack in sites.stacks), sites.main
@@ -111,42 +98,3 @@ def test_causal_only_is_refused_where_a_token_sees_its_future(refused: Pair) -> 
     else:
         assert refused.scheme in ("learned", "sinusoidal", "together")
         assert main.table is None or main.table.computed  # XGLM and CTRL compute their sinusoids
-
-
-@pytest.mark.pairs(lambda pair: not pair.tabled)
-def test_without_a_table_any_length_runs(pair: Pair) -> None:
-    model, ids = pair.specimen(), words(2, 3 * LONGER)
-    found = pair.logits(model, ids)
-    assert torch.isfinite(found).all()
-    if pair.plan.cached_equals_full and pair.causal:
-        assert gap(found[:, :LONGER], pair.logits(model, ids[:, :LONGER])) < NOISE
-    with torch.no_grad():
-        again = model(**pair.given(input_ids=ids)).logits  # a mask left out
-    assert gap(again, found) < NOISE
-
-
-@pytest.mark.pairs(lambda pair: pair.tabled)
-def test_a_table_says_where_it_ends(pair: Pair) -> None:
-    model, end = pair.specimen(), pair.plan.max_length
-    assert torch.isfinite(pair.logits(model, words(1, end))).all()
-    with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions.* ends at {end}.*max_length="):
-        pair.logits(model, words(1, end + 1))
-    with pytest.raises(PositionRangeError, match=f"ends at {end}"):
-        model(**pair.given(inputs_embeds=torch.zeros(1, end + 1, 64)))
-    if not pair.placed:
-        return
-    first = first_position(pair)
-    last = torch.tensor([[end - 1 + first]])
-    assert torch.isfinite(pair.logits(model, words(1, 1), position_ids=last)).all()
-    with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions"):
-        pair.logits(model, words(1, 1), position_ids=last + 1)
-
-
-@pytest.mark.pairs(lambda pair: pair.tabled and pair.cached)
-def test_a_table_ends_in_a_cache_too(pair: Pair) -> None:
-    model, end = pair.specimen(), pair.plan.max_length
-    with torch.no_grad():
-        cache = cache_in(model(**pair.given(input_ids=words(1, end - 1)), use_cache=True))
-        model(**pair.given(input_ids=words(1, 1)), **with_cache(model, cache), use_cache=True)
-        with pytest.raises(PositionRangeError, match=rf"asked for {end + 1} positions"):
-            model(**pair.given(input_ids=words(1, 1)), **with_cache(model, cache), use_cache=True)

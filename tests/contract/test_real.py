@@ -16,8 +16,8 @@ import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.testing.contract.points.running import piecewise
 from tests.contract.pairs import CHANGE, gap
-from tests.contract.test_running import piecewise
 
 NAMES = ["stories260K", "babyllama105", "gpt2-books-256"]
 SWAPS = ["rope", "alibi", "nope", "sinusoidal", "yarn"]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from hf_posswap.families.locating import locate
 from hf_posswap.families.refused import REFUSED
 from hf_posswap.families.sites import Stack
+from hf_posswap.testing.contract.stacks import given
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.contract.models import PADDING
 from tests.contract.others import ALL
 from tests.contract.pairs import gap, logits, words
-from tests.contract.stacks import given
 from tests.stock import TOKENS_ARE_NOT_ENOUGH, UNBUILT
 
 SHOWN = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], [1] * 12, [1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0]])

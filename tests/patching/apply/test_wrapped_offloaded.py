@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import hf_posswap
 from hf_posswap import patch_model, plan_swap, unpatch_model, verify_swap
 from hf_posswap.errors import CheckpointError
+from hf_posswap.testing.contract.points.running import piecewise
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, logits, words
-from tests.contract.test_running import piecewise
 
 IDS = words(2, 24)
 SCHEMES = {"gpt2": ("rope", "alibi", "nope", "sinusoidal", "learned", "t5"), "llama": ("yarn", "alibi", "nope", "fire")}

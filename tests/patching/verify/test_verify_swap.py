@@ -13,9 +13,9 @@ from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
 from hf_posswap.patching.sites.embedding.length import LengthHook
+from hf_posswap.testing.contract.points.gradients import with_lora
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
-from tests.contract.test_training import with_lora
 from tests.patching.plan.test_swap_plan import snapshot
 
 

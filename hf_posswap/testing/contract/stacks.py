@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from tests.contract.models import FIRST_WORD, VOCABULARY, Tiny
+from hf_posswap.testing.contract.models import FIRST_WORD, VOCABULARY, Tiny
 
 
 def _fixed(length: int, seed: int) -> Tensor:

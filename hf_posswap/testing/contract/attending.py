@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_posswap import swap_plan
+from hf_posswap.compat.transformers_attention import IMPLEMENTATION, can_choose_attention, supports_sdpa
+
 EAGER_MASKS = ("mpt", "mvp")
 """Model types whose own code runs on the masks of eager attention alone."""
 
@@ -14,14 +17,14 @@ def attend(model: Any, implementation: str) -> bool:
     Where the stock attention lacks the interface, transformers refuses to choose, with a warning: the config alone
     says, where the swap has given it the interface; elsewhere the model attends as it was built.
     """
-    if model._can_set_attn_implementation():
-        if implementation == "sdpa" and not model._supports_sdpa:
+    if can_choose_attention(model):
+        if implementation == "sdpa" and not supports_sdpa(model):
             return False
         model.set_attn_implementation(implementation)
         return True
-    plan = model._posswap.plan
+    plan = swap_plan(model)
     interface = any("AttentionInterface" in edit.after for edit in plan.edits)
     if not interface or plan.record.base_type in EAGER_MASKS:
         return False
-    model.config._attn_implementation = implementation
+    setattr(model.config, IMPLEMENTATION, implementation)
     return True

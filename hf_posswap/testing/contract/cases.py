@@ -1,0 +1,186 @@
+"""The cases of the contract for what a module registers: each is a point on one pair."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posswap.families import FAMILIES
+from hf_posswap.schemes.base import known_schemes
+from hf_posswap.testing.contract import outside, points
+from hf_posswap.testing.contract.checks import BrokenPromiseError, SkippedPointError
+from hf_posswap.testing.contract.family_models import tiny_models_of
+from hf_posswap.testing.contract.models import MODELS, SMALL
+from hf_posswap.testing.contract.pairs import Pair, by_stack, is_one, refusal
+from hf_posswap.testing.contract.point import Point, checks_of, point_of
+from hf_posswap.testing.contract.registered import Registered
+
+OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
+"""Schemes that between them use every site and way of attending: a family meets them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point on one pair.
+
+    Attributes:
+        subject: what makes the promise: "scheme window-toll", "family house".
+        where: the class and the site, for messages.
+        name: of the case, for ids.
+        promise: the promise, a sentence.
+        run: checks it, given an empty folder.
+        ignored: warnings that it may meet, as Python's filters write them.
+    """
+
+    subject: str
+    where: str
+    name: str
+    promise: str
+    run: Callable[[Path], None]
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnswappedPair(Pair):
+    """A pair whose models stay as they are: what the stock class does by itself."""
+
+    def patch(self, model: Any, **changes: Any) -> Any:
+        return self.plan
+
+    def specimen(self, implementation: str | None = None) -> Any:
+        return self.native() if implementation is None else self.native_with(implementation)
+
+
+def cases_of(registered: Registered) -> Iterator[Case]:
+    """Yield the cases of all that a module registers."""
+    classes = known_schemes()
+    for name in registered.schemes:
+        if "text" in classes[name].inputs:
+            yield from _scheme_cases(f"scheme {name}", name, name)
+        else:
+            yield _skipped(f"scheme {name}", name, "it is for images; the contract runs models of text")
+    for name in registered.terms:
+        yield from _scheme_cases(f"term {name}", name, f"native + {name}")
+    for name in registered.families:
+        yield from _family_cases(name)
+
+
+def _scheme_cases(subject: str, label: str, scheme: str) -> Iterator[Case]:
+    pairs = [Pair(model, scheme) for model in SMALL]
+    yield from _cases(subject, label, pairs)
+    yield _some_class_takes_it(subject, label, pairs)
+
+
+def _family_cases(name: str) -> Iterator[Case]:
+    subject = f"family {name}"
+    if not FAMILIES.get(name).model_types:
+        yield _skipped(subject, name, "it matches models by rule, and names no model type to build")
+        return
+    try:
+        models = tiny_models_of(name)
+    except Exception as error:  # arbitrary code of another package
+        yield _failed(subject, name, "its model types have classes for language modelling that locate finds", error)
+        return
+    MODELS.update(models)
+    for model in models:
+        yield from _cases(subject, name, [Pair(model, scheme) for scheme in OF_EACH_SITE])
+
+
+def _cases(subject: str, label: str, outside_pairs: list[Pair]) -> Iterator[Case]:
+    """Yield the cases of `outside_pairs`, and of those that can be inside attention too."""
+    for pair in outside_pairs:
+        planned = _case(subject, label, pair, outside.the_scheme_is_planned_or_refused_with_a_reason)
+        yield planned
+        try:
+            refused = refusal(pair) is not None
+            inside = replace(pair, site="attention")
+            both = [pair, *([inside] if is_one(inside) else [])]
+            pairs = by_stack(both)
+        except Exception:  # what the first case says
+            continue
+        for each in pairs:
+            for check in all_checks():
+                point = point_of(check)
+                if point.refused == refused and (each.first if refused else point.is_for(each)):
+                    yield from _cases_of_point(subject, label, each, check, point)
+
+
+def all_checks() -> list[Callable[..., None]]:
+    """Return the checks of all points: those that this repository runs too, and those for other packages."""
+    names = [each.name for each in pkgutil.iter_modules(points.__path__)]
+    modules = [importlib.import_module(f"{points.__name__}.{name}") for name in names]
+    checks = [check for module in [*modules, outside] for check in checks_of(module).values()]
+    return [
+        check for check in dict.fromkeys(checks) if check is not outside.the_scheme_is_planned_or_refused_with_a_reason
+    ]
+
+
+def _cases_of_point(subject: str, label: str, pair: Pair, check: Callable[..., None], point: Point) -> Iterator[Case]:
+    if not point.parameter:
+        yield _case(subject, label, pair, check)
+    for value in point.values:
+        yield _case(subject, label, pair, check, **{point.parameter: value})
+
+
+def _case(subject: str, label: str, pair: Pair, check: Callable[..., None], **parameter: Any) -> Case:
+    point = point_of(check)
+    where = pair.model + (f" ({pair.stack})" if pair.stack else "") + (" at attention" if pair.site != "auto" else "")
+    if subject.startswith("family"):
+        where += f" with {pair.scheme}"
+    values = "".join(f"[{str(value).removeprefix('torch.')}]" for value in parameter.values())
+    takes = inspect.signature(check).parameters
+
+    def run(folder: Path) -> None:
+        torch.manual_seed(0)
+        given = parameter | ({"tmp_path": folder} if "tmp_path" in takes else {})
+        try:
+            check(pair, **given)
+        except SkippedPointError:
+            raise
+        except Exception:
+            if point.of_stock and not pair.limits.known and _stock_fails(check, pair, given):
+                raise SkippedPointError(f"the stock {pair.tiny.stock.__name__} does not do so itself") from None
+            raise
+
+    return Case(subject, where, f"{label}::{where}::{check.__name__}{values}", point.promise, run, point.ignored)
+
+
+def _stock_fails(check: Callable[..., None], pair: Pair, given: dict[str, Any]) -> bool:
+    """Return whether the check fails on the stock class too."""
+    try:
+        check(UnswappedPair(pair.model, pair.scheme, pair.site, pair.stack), **given)
+    except Exception:  # arbitrary code of another package
+        return True
+    return False
+
+
+def _some_class_takes_it(subject: str, label: str, pairs: list[Pair]) -> Case:
+    def run(folder: Path) -> None:
+        refusals = {pair.model: refusal(pair) for pair in pairs}
+        if all(refusals.values()):
+            said = "; ".join(f"{model}: {reason}" for model, reason in refusals.items())
+            raise BrokenPromiseError(f"that one of {', '.join(refusals)} takes it", said)
+
+    promise = "One of the small classes takes the scheme."
+    return Case(subject, "all classes", f"{label}::some_class_takes_it", promise, run)
+
+
+def _failed(subject: str, label: str, promise: str, error: Exception) -> Case:
+    def run(folder: Path) -> None:
+        raise error
+
+    return Case(subject, "its classes", f"{label}::classes", promise, run)
+
+
+def _skipped(subject: str, label: str, reason: str) -> Case:
+    def run(folder: Path) -> None:
+        raise SkippedPointError(reason)
+
+    return Case(subject, "", f"{label}::contract", "", run)
