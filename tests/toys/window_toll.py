@@ -36,6 +36,9 @@ class WindowToll(Scheme):
     def mechanism(self, geometry: Geometry) -> Mechanism:
         return WindowTollMechanism(self, geometry.num_heads)
 
+    def formula(self, geometry: Geometry, head: int, query: Tensor, key: Tensor, i: int, j: int) -> float:
+        return float(query @ key) / geometry.head_dim**0.5 - self.toll * (i - j >= self.window)
+
 
 class WindowTollMechanism(Mechanism):
     """Subtracts the toll from the scores of far keys."""

@@ -67,7 +67,7 @@ def cases_of(registered: Registered) -> Iterator[Case]:
         else:
             yield _skipped(f"scheme {name}", name, "it is for images; the contract runs models of text")
     for name in registered.terms:
-        yield from _scheme_cases(f"term {name}", name, f"native + {name}")
+        yield from _scheme_cases(f"term {name}", name, f"rope + {name}")
     for name in registered.families:
         yield from _family_cases(name)
 
@@ -134,7 +134,7 @@ def _case(subject: str, label: str, pair: Pair, check: Callable[..., None], **pa
     where = pair.model + (f" ({pair.stack})" if pair.stack else "") + (" at attention" if pair.site != "auto" else "")
     if subject.startswith("family"):
         where += f" with {pair.scheme}"
-    values = "".join(f"[{str(value).removeprefix('torch.')}]" for value in parameter.values())
+    values = "".join(f"[{value}]" for value in parameter.values())
     takes = inspect.signature(check).parameters
 
     def run(folder: Path) -> None:

@@ -115,6 +115,10 @@ def random_positions_are_used_as_given(pair: Pair) -> None:
     takes = pair.takes("position_ids")
     check((native > 0) == takes, f"position ids that the stock class {'uses' if takes else 'drops'}", native)
     acts = pair.plan.scheme.kind != "none"
+    if acts and found <= CHANGE and pair.may_act_late and not pair.tabled:  # nothing within the window: then beyond it
+        found = gap(
+            pair.logits(pair.specimen(), IDS[:1], position_ids=holes * LENGTH), pair.logits(pair.specimen(), IDS[:1])
+        )
     expected = f"logits that {'change' if acts else 'do not change'} by positions with holes"
     check((found > CHANGE) == acts, expected, f"they differ by {found:.3g}")
 
