@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import SCHEMES, Mechanism, Rope, Scheme, schemes_for
 from hf_posswap.schemes.common.piecewise import Windowed
+from hf_posswap.testing.contract.scores import is_local, rows, scores
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]
@@ -25,23 +25,6 @@ OUTSIDE = [name for name, cls in schemes_for("text").items() if cls.kind == "tab
 ROTARY = [name for name, cls in schemes_for("text").items() if cls.kind == "rotary"]
 LEARNED = {"t5", "kerple", "fire"}
 """Those that bring parameters of their own."""
-
-
-def scores(mechanism: Mechanism, query: Tensor, key: Tensor, positions: Tensor, length: Tensor) -> Tensor:
-    """Return the attention scores [B, H, Q, K] of `query` and `key`, both at `positions`."""
-    if mechanism.rotates:
-        prepared = mechanism.prepare(positions, length)
-        query, key = mechanism.rotate_query(query, prepared), mechanism.rotate_key(key, prepared)
-    result = query @ key.mT / query.shape[-1] ** 0.5
-    for piece in mechanism.pieces(positions, positions) if mechanism.splits else ():
-        turned = piece.rotate_query(query, 0, query.shape[2]) @ piece.rotate_key(key, 0, key.shape[2]).mT
-        held = piece.pairs.holds(positions[:, :, None], positions[:, None, :])[:, None]
-        result = torch.where(held, turned / query.shape[-1] ** 0.5, result)
-    return result + mechanism.bias(positions, positions) if mechanism.biases else result
-
-
-def rows(count: int, *lengths: int) -> Tensor:
-    return torch.tensor(lengths or (count,))[:, None, None, None]
 
 
 @pytest.mark.parametrize("name", [name for name in INSIDE if SCHEMES.get(name)().traits.relative])
@@ -158,7 +141,7 @@ def test_rows_of_a_batch_have_positions_and_lengths_of_their_own(
     mechanism = example(name, shape).resolve(shape, None).mechanism(shape)
     query, key = torch.randn(2, 3, 4, 7, 16)
     positions = torch.stack((torch.arange(7), torch.arange(7) + 120, torch.arange(7) + 393))
-    together = scores(mechanism, query, key, positions, rows(0, 7, 127, 400))
+    together = scores(mechanism, query, key, positions, rows(7, 127, 400))
     for row, length in enumerate((7, 127, 400)):
         one = slice(row, row + 1)
         alone = scores(mechanism, query[one], key[one], positions[one], rows(length))
@@ -185,14 +168,7 @@ def test_a_sequence_may_be_split_exactly_where_that_is_promised(
     """What the first part of a text needs must be what it would get in the whole, and no more than q and k."""
     shape = geometry(original_length=64)
     scheme = example(name, shape).resolve(shape, None)
-    whole, part_of_it = torch.arange(150)[None], torch.arange(40)[None]
-    local = True
-    for part in scheme.mechanism(shape).modules() if scheme.acts_inside else ():
-        if isinstance(part, Mechanism) and part.rotates and not part.splits:
-            pairs = zip(part.prepare(whole, rows(150)), part.prepare(part_of_it, rows(40)), strict=True)
-            local &= all(not isinstance(a, Tensor) or torch.equal(a[..., :40, :], b) for a, b in pairs)
-        local &= not isinstance(part, Mechanism) or not (part.biases or part.splits)
-    assert scheme.traits.shardable == local
+    assert scheme.traits.shardable == is_local(scheme, shape)
 
 
 @pytest.mark.parametrize("name", ROTARY)
