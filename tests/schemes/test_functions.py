@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hf_posswap
-from hf_posswap import patch_model, swap_plan, verify_swap
+from hf_posswap import patch_model, plan_swap, swap_plan, verify_swap
 from hf_posswap.errors import DuplicateNameError, OptionError, RecordError, SchemeError
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.schemes import SCHEMES, bias, make_scheme, native, query_scale, rotation
@@ -330,6 +330,26 @@ def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
     finally:
         SCHEMES.remove("three-angles")
         TERMS.remove("nan-scale")
+
+
+@pytest.mark.parametrize(
+    ("result", "shape"),
+    [
+        (lambda position, head: head[:, 0], r"\[4\]"),  # a number a head, without a place for the queries
+        (lambda position, head: (position + head)[..., None], r"\[1, 4, 3, 1\]|\[2, 4, 3, 1\]"),
+        (lambda position, head: (position + head).mT, r"\[1, 3, 4\]|\[2, 3, 4\]"),  # queries before heads
+    ],
+)
+def test_a_query_scale_of_a_wrong_shape_is_refused_by_a_plan(result: Any, shape: str) -> None:
+    @query_scale("misshapen-scale")
+    def misshapen(position: Any, head: Any) -> Any:
+        return result(position, head)
+
+    try:
+        with pytest.raises(SchemeError, match=rf"misshapen-scale: misshapen gives ({shape}), expected what expands to"):
+            plan_swap(build("llama"), native() + misshapen())
+    finally:
+        TERMS.remove("misshapen-scale")
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class Pair:
         """What its stock class does not do itself."""
         return self.tiny.limits
 
-    def native(self, **changes: Any) -> PreTrainedModel:
+    def native(self, **changes: Any) -> Any:
         """Return the tiny model as it was born; `changes` are of its config."""
         return self.tiny.build(**changes)
 
@@ -62,7 +62,7 @@ class Pair:
         """Patch `model`, one of `native()`."""
         return swap_plan(patch_model(model, self.scheme, site=self.site, **options_for(self) | changes))
 
-    def native_with(self, implementation: str) -> PreTrainedModel:
+    def native_with(self, implementation: str) -> Any:
         """Return the tiny model with this attention, or with its only one."""
         known = implementation == "eager" or supports_sdpa(self.tiny.stock)
         return self.native(attn_implementation=implementation if known else "eager")
