@@ -7,6 +7,9 @@ from itertools import pairwise
 import pytest
 
 from hf_posswap.schemes import SCHEMES, schemes_for
+from hf_posswap.testing.contract import outside
+from hf_posswap.testing.contract.cases import all_checks
+from hf_posswap.testing.contract.point import checks_of, point_of
 from tests.contract.counts import KINDS, LIGHT, by_kind, count, count_light, lost, points, row_for, rows
 from tests.contract.models import TINY
 from tests.contract.others import ALL, OTHERS
@@ -15,6 +18,7 @@ from tests.contract.pairs import all_pairs, daily_pairs, daily_schemes, is_daily
 from tests.stock import RELEASE, cache_in, takes_cache
 from tests.toys.registration import TOY_MODEL, TOY_SCHEME, registered
 
+PLANNED = outside.the_scheme_is_planned_or_refused_with_a_reason.__name__
 REWRITE = "If these cases are gone for a reason, python -m tests.contract.counts --write, and commit counts.json."
 
 
@@ -53,6 +57,13 @@ def test_every_kind_of_point_is_counted() -> None:
 def test_every_point_has_its_row() -> None:
     """A new point without one would not be missed."""
     assert {point for point, *_ in points()} <= row_for(RELEASE).keys(), REWRITE
+
+
+def test_every_point_of_the_package_is_a_test_here() -> None:
+    """What `pytest --posswap-contract` asks of other packages, this one keeps; the rest of it has tests of its own."""
+    asked = {f"test_{check.__name__}" for check in all_checks() if not point_of(check).refused}
+    here = {point.partition(".")[2].partition("[")[0] for point, *_ in points()}
+    assert asked - here == {f"test_{name}" for name in checks_of(outside)} - {"test_" + PLANNED}
 
 
 def test_a_point_that_runs_on_no_pair_is_found() -> None:

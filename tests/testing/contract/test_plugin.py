@@ -161,6 +161,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_an_installed_package_that_keeps_its_promises_passes(site: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "-q", "--posswap-contract", "example_package", "-rs", site=site)
     assert done.returncode == 0, done.stdout[-3000:]
