@@ -61,7 +61,7 @@ def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Report
         >>> sorted(finished.report["nll"]), hf_posswap.load(finished.model).config.posswap["scheme"]["name"]
         (['128', '32'], 'rope')
     """
-    from hf_posswap.evaluation.memory import available_bytes
+    from hf_posswap.evaluation.cost import available_bytes
     from hf_posswap.search import check_fit, fit_bias, fit_rotation
     from hf_posswap.training import engine
     from hf_posswap.training.config.load import check_recipe
@@ -124,7 +124,7 @@ def nll_at_lengths(
         DataError: no document is as long as the longest length.
     """
     from hf_posswap.evaluation import measure_losses
-    from hf_posswap.evaluation.reach import reach_of
+    from hf_posswap.evaluation.scoring import reach_of
     from hf_posswap.patching.plan.plan_swap import unwrap
     from hf_posswap.training.engine.gates import check_held_out
 

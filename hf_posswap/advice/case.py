@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hf_posswap.checkpoints.exports.rules import TARGETS
 from hf_posswap.errors import AlreadyPatchedError, OptionError, UnknownNameError, UnsupportedModelError
-from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.inspect.describe import PositionReport, describe_positions, model_class_of, on_meta
 from hf_posswap.utils.user_paths import expand_home

@@ -93,10 +93,9 @@ def _prepare(
     placement: dict[str, Any],
 ) -> tuple[Subject, np.ndarray]:
     """Return the evaluator and the documents, int32 [N, length], checked against its vocabulary and memory."""
-    from hf_posswap.comparison.candidates import Candidate, ModelLoader, make_subject
+    from hf_posswap.comparison.candidates import Candidate, ModelLoader, make_subject, tokenizer_for
     from hf_posswap.comparison.documents import read_documents
-    from hf_posswap.comparison.tokenizers import tokenizer_for
-    from hf_posswap.evaluation.memory import check_memory
+    from hf_posswap.evaluation.cost import check_memory
     from hf_posswap.text.tokens import check_token_ids
 
     candidate = Candidate(source)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.comparison.candidates import Candidate, ModelLoader
+from hf_posswap.comparison.candidates import Candidate, ModelLoader, tokenizer_for
 from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents, text_and_count
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.comparison.pictures import require_pictures
-from hf_posswap.comparison.tokenizers import tokenizer_for
 from hf_posswap.errors import DataError, OptionError, PositionRangeError
 from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_distance, check_reads_text
-from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
 from hf_posswap.report.looks import model_numbers

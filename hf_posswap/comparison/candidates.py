@@ -1,11 +1,14 @@
-"""The models of a comparison: objects, folders, Hub ids, or one base with different schemes."""
+"""The models of a comparison: objects, folders, Hub ids, or one base with different schemes.
+
+`tokenizer_for` gives their common tokenizer.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +20,20 @@ from hf_posswap.comparison.names import candidate_names
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_models import lasting_values
 from hf_posswap.errors import DataError, OptionError
-from hf_posswap.evaluation.memory import choose_prefill
-from hf_posswap.evaluation.reach import Reach, reach_of
-from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.cost import choose_prefill
+from hf_posswap.evaluation.scoring import Reach, Scorer, reach_of
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import make_scheme, names_one_scheme
+from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import SWAP_OPTIONS
 from hf_posswap.utils.sentence_models import is_sentence_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 _HASH_CHUNK = 1 << 26
 
@@ -249,3 +253,45 @@ def fingerprint(model: Any) -> str:
         for start in range(0, len(flat), _HASH_CHUNK):
             total.update(flat[start : start + _HASH_CHUNK].cpu().numpy().tobytes())
     return total.hexdigest()[:32]
+
+
+_SAMPLE = "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
+
+
+def tokenizer_for(
+    candidates: Sequence[Candidate], given: Any = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer for all candidates.
+
+    Args:
+        candidates: their folders and Hub ids, or those of their model objects, may contain tokenizers.
+        given: a tokenizer, a folder or a Hub id; None: the tokenizer of the first candidate that has one.
+        trust_remote_code: run code that comes with a tokenizer.
+
+    Raises:
+        DataError: there is no tokenizer, one cannot be read, or two candidates have different tokenizers.
+        RemoteCodeError: a tokenizer needs code without `trust_remote_code`.
+    """
+    if given is not None and not isinstance(given, str | Path):
+        return given
+    sources = [str(given)] if given is not None else _sources(candidates)
+    if not sources:
+        raise DataError("a model object has no tokenizer: give tokenizer=.")
+    tokenizers = {
+        source: load_tokenizer(source, instead="give tokenizer=", trust_remote_code=trust_remote_code)
+        for source in sources
+    }
+    first, *others = tokenizers.items()
+    for source, tokenizer in others:
+        if tokenizer(_SAMPLE)["input_ids"] != first[1](_SAMPLE)["input_ids"]:
+            raise DataError(
+                f"{first[0]} and {source} have different tokenizers: their losses per token cannot be compared."
+            )
+    return first[1]
+
+
+def _sources(candidates: Sequence[Candidate]) -> list[str]:
+    """Return the folders and Hub ids of candidates; where there are none, those that model objects were loaded from."""
+    named = [str(c.source) for c in candidates if isinstance(c.source, str | Path)]
+    loaded = [str(getattr(getattr(c.source, "config", None), "name_or_path", None) or "") for c in candidates]
+    return list(dict.fromkeys(named or filter(None, loaded)))

@@ -1,10 +1,14 @@
-"""Evaluation documents: from files, a data set, a list, or the running Python's own sources."""
+"""Evaluation documents: from files, a data set, a list, or the running Python's own sources.
+
+Of a data set on the Hub they are the first long documents. Documents of the requested length are beginnings of long
+ones and, if these are too few, short ones joined.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,18 +16,146 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_posswap.comparison.hub_text import stream_documents
-from hf_posswap.comparison.joining import WHOLE, cut_documents
 from hf_posswap.errors import DataError, DataWarning, OptionError
+from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.text.files import file_documents, files_below, row_documents
-from hf_posswap.text.hub import HubText, hub_text, require_datasets
+from hf_posswap.text.hub import HubText, hub_documents, hub_text, require_datasets
 from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
+from hf_posswap.text.tokens import split_by_length
 from hf_posswap.utils.naming import public_name
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_SPLITS = ("test", "validation", "train")
+_MOST_ROWS = 100_000
+_CHARACTERS_PER_TOKEN = 32
+
+
+def stream_documents(
+    source: HubText, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str
+) -> list[Document]:
+    """Return the first `limit` rows with at least `length` tokens among the first 100,000 rows of a data set.
+
+    If too few are as long, shorter rows for `joining` are returned too, up to `limit` times `length` tokens.
+
+    Args:
+        source: the data set; without a split, the first of test, validation and train that it has.
+        tokenizer: the models' tokenizer.
+        length: tokens of each document.
+        limit: maximum number of documents.
+        column: the text column.
+
+    Raises:
+        DataError: the data set cannot be reached or read, has no such split or column, or has too little text.
+        MissingDependencyError: the package datasets is not installed.
+    """
+    kept: list[Document] = []
+    shorter: list[Document] = []
+    seen = shorter_tokens = 0
+    for seen, document in enumerate(hub_documents(source, column=column, splits=_SPLITS), 1):
+        text = document.text[: length * _CHARACTERS_PER_TOKEN]
+        tokens = _tokens(text, tokenizer)
+        if tokens >= length:
+            kept.append(Document(document.name, text))
+        elif shorter_tokens < limit * length:
+            shorter.append(Document(document.name, text))
+            shorter_tokens += tokens
+        if len(kept) == limit or seen == _MOST_ROWS:
+            break
+    if len(kept) + shorter_tokens // length < 2:
+        raise DataError(
+            f"{len(kept)} of the first {seen} rows of {source} have {length} tokens, at least 2 are needed: give a "
+            "data set of longer documents or measure shorter lengths."
+        )
+    return kept if len(kept) >= min(limit, LEAST_DOCUMENTS) else [*kept, *shorter]
+
+
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return len(ids) + (tokenizer.bos_token_id is not None)
+
+
+WHOLE, JOINED = "whole_documents", "concatenated"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Text of one length.
+
+    Attributes:
+        names: names of the rows; a joined row is named after its first document and the number of further ones.
+        tokens: token ids, [N, L].
+        protocol: `WHOLE`: each row is the beginning of one document; `JOINED`: some rows are concatenated short
+            documents, so that far context is other documents' text.
+        said: the protocol as text, with the numbers of rows.
+    """
+
+    names: tuple[str, ...]
+    tokens: np.ndarray
+    protocol: str
+    said: str
+
+
+def cut_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Cut:
+    """Return the first `length` tokens of up to `limit` documents; short ones are joined if too few are long enough.
+
+    If at least min(8, `limit`) documents are long enough, or joining gives no further row, each row is the beginning of
+    one document, and shorter documents are dropped. Otherwise short documents are concatenated to further rows. Each
+    starts with the tokenizer's start tokens, and only the last one of a row is truncated.
+
+    Args:
+        documents: in order of use.
+        tokenizer: the models' tokenizer.
+        length: tokens of a row.
+        limit: maximum number of rows.
+
+    Raises:
+        DataError: there are fewer than two rows.
+
+    Example:
+        >>> from hf_posswap.training.fresh import byte_tokenizer
+        >>> cut = cut_documents([Document(n, "ab" * 3) for n in "uvwxyz"], byte_tokenizer(), length=10, limit=9)
+        >>> cut.names, cut.protocol
+        (('u and 1 more', 'w and 1 more', 'y and 1 more'), 'concatenated')
+    """
+    long, short = split_by_length(documents, tokenizer, length=length, limit=limit)
+    joined = _join(short, length)[: limit - len(long)] if len(long) < min(limit, LEAST_DOCUMENTS) else []
+    rows = long + joined
+    if len(rows) < 2:
+        raise DataError(
+            f"{len(long)} of {len(documents)} held-out documents have {length} tokens, at least 2 are needed, and "
+            f"joining the others gives {len(joined)}: give longer documents or measure shorter lengths."
+        )
+    if joined:
+        protocol_text = (
+            f"{len(joined)} of {len(rows)} are short documents joined to {length:,} tokens, because only {len(long)} "
+            "are that long: far context is other documents' text there"
+        )
+    else:
+        protocol_text = "each is the beginning of one document" + (
+            f"; {len(short)} shorter ones are left out" if short else ""
+        )
+    names = tuple(name for name, _ in rows)
+    return Cut(names, np.stack([ids for _, ids in rows]), JOINED if joined else WHOLE, protocol_text)
+
+
+def _join(documents: Sequence[tuple[str, np.ndarray]], length: int) -> list[tuple[str, np.ndarray]]:
+    """Concatenate consecutive documents to rows of `length` tokens; a remainder that fills no row is dropped."""
+    rows: list[tuple[str, np.ndarray]] = []
+    names: list[str] = []
+    chunks: list[np.ndarray] = []
+    count = 0
+    for name, ids in documents:
+        names, chunks, count = [*names, name], [*chunks, ids], count + len(ids)
+        if count >= length:
+            rows.append((f"{names[0]} and {len(names) - 1} more", np.concatenate(chunks)[:length]))
+            names, chunks, count = [], [], 0
+    return rows
+
 
 TEXT = "text"
 
@@ -36,7 +168,7 @@ class EvalDocuments(ResultView):
         source: where they come from, as text.
         names: names of the documents.
         tokens: token ids, [N, L].
-        protocol: how documents were cut to rows, as in `hf_posswap.comparison.joining.Cut`.
+        protocol: how documents were cut to rows, as in `hf_posswap.comparison.documents.Cut`.
         said: the protocol as text.
     """
 

@@ -10,12 +10,10 @@ import numpy as np
 
 from hf_posswap.comparison.work import Unit, Work, key_of
 from hf_posswap.errors import DataError
-from hf_posswap.evaluation.frames import special_frame
-from hf_posswap.evaluation.masked import mask_groups, masked_losses, pseudo_perplexity
+from hf_posswap.evaluation.masked import mask_groups, masked_losses, pseudo_perplexity, special_frame
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
-from hf_posswap.evaluation.retrieval import FILLER, retrieval_at_length
+from hf_posswap.evaluation.retrieval import FILLER, leading_tokens, retrieval_at_length, vector_cosine, vector_score
 from hf_posswap.evaluation.store import unit_key
-from hf_posswap.evaluation.vectors import leading_tokens, vector_cosine, vector_score
 
 _SHARE = 0.15
 _PSEUDO_TOKENS = 64

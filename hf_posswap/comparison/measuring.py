@@ -1,20 +1,273 @@
-"""Runs all metrics on all models and compares the models."""
+"""Prepares the work on all candidates, runs all metrics on all models, and compares the models.
+
+Every model is loaded, and lengths and documents are checked, before anything is measured. Models are compared with the
+base, and with the sliding-window control: an unswapped model on long text. A swap to a longer reach pays off only if it
+predicts better than the unswapped model that reads the same text in half-overlapping windows of its original size.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from hf_posswap.comparison.against import against_base
-from hf_posswap.comparison.measures import MEASURES
-from hf_posswap.comparison.needles import why_no_needles
-from hf_posswap.comparison.overall import ProgressEstimator, UnitCost
+import numpy as np
+
+from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, make_subject
+from hf_posswap.comparison.documents import EvalDocuments, read_documents
+from hf_posswap.comparison.measures import MEASURES, why_no_needles
+from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.results import collect_results
-from hf_posswap.comparison.sliding import against_sliding, measure_sliding, sliding_source
-from hf_posswap.comparison.work import Work, planned_units
-from hf_posswap.errors import DataError
+from hf_posswap.comparison.settings import EvalSettings
+from hf_posswap.comparison.work import ProgressEstimator, Unit, UnitCost, Work, document_losses, planned_units
+from hf_posswap.errors import DataError, PositionRangeError
+from hf_posswap.evaluation.cost import check_memory
+from hf_posswap.evaluation.losses import sliding_document, sliding_reads
+from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
+from hf_posswap.evaluation.scoring import reach_of
+from hf_posswap.evaluation.statistics import holm_corrected, mcnemar_p, paired_change
+from hf_posswap.evaluation.store import RunStore
+from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.record.training import training_of
+from hf_posswap.text.tokens import check_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_MULTIPLES = (1, 2, 4, 8)
+
+
+def prepare(
+    chosen: Sequence[Candidate],
+    names: Sequence[str],
+    reference: str,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Any,
+    column: str,
+    settings: EvalSettings,
+    store: RunStore,
+    loader: ModelLoader,
+) -> tuple[list[Work], tuple[int, ...]]:
+    """Return the work on every candidate, in order, and the lengths. Everything is checked, nothing is measured.
+
+    Args:
+        chosen: the candidates; the first one determines the window and the default lengths.
+        names: the candidates' names.
+        reference: name of the baseline.
+        tokenizer: the tokenizer of all candidates.
+        documents: as in `hf_posswap.compare`.
+        column: as in `hf_posswap.compare`.
+        settings: as in `hf_posswap.compare`.
+        store: the store of finished units.
+        loader: loads models.
+
+    Raises:
+        CheckpointError, DataError, PositionRangeError, NotEnoughMemoryError: as `hf_posswap.compare`.
+    """
+    lengths = tuple(sorted(set(settings.lengths or _multiples(chosen[0], loader))))
+    subjects = _open_all(chosen, names, lengths, loader)
+    lengths = _runnable(subjects, lengths, are_requested=settings.lengths is not None)
+    text = read_documents(documents, tokenizer, length=lengths[-1], limit=settings.documents, column=column)
+    for subject in subjects:
+        check_token_ids(subject.model, text.tokens)
+    base = next(subject for subject in subjects if subject.name == reference)
+    window = min(subjects[0].reach.window or lengths[0], lengths[-1])
+    shared = (tokenizer, text, lengths, window, settings, store)
+    return [_work(subject, None if subject is base else base, *shared) for subject in subjects], lengths
+
+
+def _multiples(candidate: Candidate, loader: ModelLoader) -> tuple[int, ...]:
+    """Return 1, 2, 4 and 8 times the original window of `candidate`."""
+    window = reach_of(unwrap(loader.model(replace(candidate, scheme=None), 0))).window
+    if window < 2:
+        raise DataError(f"{candidate.label} has no known original window: give lengths.")
+    return tuple(multiple * window for multiple in _MULTIPLES)
+
+
+def _open_all(
+    chosen: Sequence[Candidate], names: Sequence[str], lengths: tuple[int, ...], loader: ModelLoader
+) -> list[Subject]:
+    """Load every candidate, and refuse lengths that do not fit into memory before anything is run."""
+    subjects = []
+    for name, candidate in zip(names, chosen, strict=True):
+        subject = make_subject(name, loader.model(candidate, lengths[-1]), lengths[-1])
+        longest = max(
+            (n for n in lengths if subject.reach.limit is None or n <= subject.reach.limit), default=lengths[0]
+        )
+        check_memory(subject.model, longest, prefill=subject.identity["prefill"])
+        subjects.append(subject)
+    return subjects
+
+
+def _runnable(subjects: list[Subject], lengths: tuple[int, ...], *, are_requested: bool) -> tuple[int, ...]:
+    """Return the lengths that at least one subject can run; raise if a requested length is not among them."""
+    limits = {subject.name: subject.reach.limit for subject in subjects}
+    most = None if None in limits.values() else max(limit for limit in limits.values() if limit is not None)
+    runnable = tuple(n for n in lengths if most is None or n <= most)
+    beyond = [n for n in lengths if n not in runnable]
+    if (beyond and are_requested) or not runnable:
+        ends = ", ".join(f"{name} at {limit}" for name, limit in limits.items())
+        raise PositionRangeError(
+            f"no model can run {beyond} tokens. Limits: {ends}. Measure shorter lengths, or swap with a larger "
+            "max_length."
+        )
+    unable = [s.name for s in subjects if s.reach.limit is not None and s.reach.limit < runnable[0]]
+    if unable:
+        raise PositionRangeError(
+            f"{', '.join(unable)} cannot run even {runnable[0]} tokens: measure a shorter length too."
+        )
+    return runnable
+
+
+def _work(
+    subject: Subject,
+    base: Subject | None,
+    tokenizer: PreTrainedTokenizerBase,
+    text: EvalDocuments,
+    lengths: tuple[int, ...],
+    window: int,
+    settings: EvalSettings,
+    store: RunStore,
+) -> Work:
+    limit = subject.reach.limit
+    runnable = tuple(n for n in lengths if limit is None or n <= limit)
+    metrics = settings.metrics_for((base or subject).reach.causal)
+    return Work(subject, base, tokenizer, text, runnable, window, metrics, settings, store)
+
+
+def against_base(base: Work, other: Work) -> dict[str, Any]:
+    """Return the differences of `other` from `base` at all common lengths: losses, needles and tasks.
+
+    The p-values of the losses have Holm's correction.
+
+    Args:
+        base: the measured baseline.
+        other: the other model, measured on the same documents.
+    """
+    differences: dict[str, Any] = {}
+    if base.raw.get("losses") and other.raw.get("losses"):
+        differences["lengths"] = _losses(base, other)
+    if "passkey" in base.raw and "passkey" in other.raw:
+        differences["passkey"] = _needles(base.raw["passkey"], other.raw["passkey"])
+    if "ruler_lite" in base.raw and "ruler_lite" in other.raw:
+        differences["ruler_lite"] = _tasks(base.raw["ruler_lite"], other.raw["ruler_lite"], base.settings.seed)
+    return differences
+
+
+def _losses(base: Work, other: Work) -> list[dict[str, Any]]:
+    rows = []
+    for length in sorted(set(base.lengths) & set(other.lengths)):
+        before, after = (document_losses(work, length).sum(axis=1, dtype=np.float64) for work in (base, other))
+        change = paired_change(before, after, np.full(len(before), length - 1), seed=base.settings.seed)
+        rows.append({"length": length} | dataclasses.asdict(change))
+    return holm_corrected(rows)
+
+
+def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] | None:
+    """Return the exact McNemar test over the needles that both models were tested on; None without any."""
+    both = sorted(set(before) & set(after))
+    if not both:
+        return None
+    old, new = [before[key] for key in both], [after[key] for key in both]
+    return {"needles": len(both), "before": sum(old), "after": sum(new), "p": mcnemar_p(old, new)}
+
+
+def _tasks(before: dict[Any, float], after: dict[Any, float], seed: int) -> list[dict[str, Any]]:
+    """Return, for each common length, both mean scores over the same prompts, their difference, and what is kept.
+
+    `kept` is the percentage of the base's score (also called retention), None where the base answers nothing. The
+    interval is that of the difference, over prompts.
+    """
+    rows = []
+    for length in sorted({key[0] for key in before} & {key[0] for key in after}):
+        prompts = sorted(key for key in before if key[0] == length and key in after)
+        old, new = (np.array([scores[key] for key in prompts]) for scores in (before, after))
+        change = paired_change(old, new, np.ones(len(prompts)), seed=seed)
+        ends = {"difference": change.difference, "low": change.low, "high": change.high, "p": change.p}
+        kept = float(100 * new.mean() / old.mean()) if old.any() else None
+        scores = {"score": float(new.mean()), "base_score": float(old.mean()), "kept": kept}
+        rows.append({"length": length, "prompts": len(prompts)} | scores | ends)
+    return rows
+
+
+def sliding_source(works: Sequence[Work], reference: Work) -> Work | None:
+    """Return the work on the model that reads sliding windows: the control, an unswapped model, or the reference.
+
+    Returns None if perplexity by length is not requested, no length exceeds the window, or the model cannot run it.
+    """
+    controls = [work for work in works if _is_control(work)]
+    native = [work for work in (reference, *works) if work.subject.plan is None]
+    source = (controls or native or [reference])[0]
+    longest, limit = max(max(work.lengths) for work in works), source.subject.reach.limit
+    window = source.window
+    reads = source.subject.scoring is not None and 2 <= window < longest and (limit is None or window <= limit)
+    return source if reads and "ppl_prefix" in source.metrics else None
+
+
+def _is_control(work: Work) -> bool:
+    """Return whether the model is called a control, or is unswapped and was trained by the recipe `control`."""
+    if is_control(work.subject.name):
+        return True
+    training = training_of(work.subject.model.config)
+    return work.subject.plan is None and training is not None and training.recipe == CONTROL
+
+
+def sliding_units(work: Work, length: int) -> list[Unit]:
+    """Return one unit per document: its losses, float32 [length - 1]."""
+    window = work.window
+    return [
+        Unit(
+            {"metric": "sliding", "window": window},
+            {"document": digest, "length": length},
+            partial(lambda d: sliding_document(work.subject.scorer, d, window), document),
+            sliding_reads(length, window),
+            np.mean,
+        )
+        for digest, document in zip(work.documents.digests, work.documents.tokens[:, :length], strict=True)
+    ]
+
+
+def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, Any], np.ndarray]:
+    """Return the results entry of the sliding window, and its losses, [N, longest length - 1].
+
+    Args:
+        source: the work on the model that reads windows.
+        works: the work on all models, whose lengths beyond the window are measured.
+    """
+    lengths = sorted({length for work in works for length in work.lengths if length >= source.window})
+    losses = np.stack(source.values("sliding window", sliding_units(source, max(lengths))))
+    seed = source.settings.seed
+    positions = [dataclasses.asdict(score) for score in loss_by_position(losses, seed=seed)]
+    by_length = {length: losses[:, : length - 1] for length in lengths}
+    summary = {
+        "name": f"{source.subject.name}, sliding window",
+        "of": source.subject.name,
+        "window": source.window,
+        "stride": source.window // 2,
+        "ppl_prefix": [dataclasses.asdict(score) for score in perplexity_by_length(by_length, seed=seed)],
+        "nll_pos": [row for row in positions if row["stop"] >= source.window],  # below, it equals the model itself
+    }
+    return summary, losses
+
+
+def against_sliding(losses: np.ndarray, work: Work) -> list[dict[str, Any]]:
+    """Return the differences of a model from the sliding window, one row per length beyond the window.
+
+    Args:
+        losses: losses of the sliding window, from `measure_sliding`.
+        work: the work on the model, measured on the same documents.
+    """
+    rows = []
+    for length in (n for n in work.lengths if n > work.window):
+        before = losses[:, : length - 1].sum(axis=1, dtype=np.float64)
+        after = document_losses(work, length).sum(axis=1, dtype=np.float64)
+        change = paired_change(before, after, np.full(len(before), length - 1), seed=work.settings.seed)
+        rows.append({"length": length} | dataclasses.asdict(change))
+    return holm_corrected(rows)
 
 
 def measure_all(works: Sequence[Work], lengths: Sequence[int], reference: str, command: str | None) -> dict[str, Any]:

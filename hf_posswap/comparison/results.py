@@ -1,14 +1,24 @@
-"""results.json: all results and everything that they depend on, with a schema version."""
+"""results.json: all results and everything that they depend on, with a schema version.
+
+The date, versions and hardware come without paths of the machine. As CSV, results are one line per value, or one line
+per model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.comparison.csv_files import curves_csv, needle_csv, wide_csv
-from hf_posswap.comparison.environment import date_now, environment, same_but_for_the_date
-from hf_posswap.comparison.joining import JOINED
+import torch
+
+from hf_posswap.comparison.documents import JOINED
 from hf_posswap.comparison.tables import latex, markdown
 from hf_posswap.comparison.work import Work
 from hf_posswap.errors import PosswapError
@@ -16,7 +26,163 @@ from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.report import PAGE, write_html
 from hf_posswap.report.conclusion import conclude, control_warnings
+from hf_posswap.report.words import scores_by_length, task_scores
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
+
+_PROCESSORS = Path("/proc/cpuinfo")
+
+
+def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return the versions and the hardware behind the results.
+
+    Args:
+        devices: the models' devices.
+
+    Example:
+        >>> sorted(environment([torch.device("cpu")]))[:3]
+        ['cores', 'hf_posswap', 'processor']
+    """
+    from transformers import __version__ as transformers_version
+
+    package = sys.modules[__name__.partition(".")[0]]
+    gpus = sorted({torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"})
+    return {
+        "hf_posswap": package.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    } | ({"gpu": ", ".join(gpus)} if gpus else {})
+
+
+def _processor() -> str:
+    """Return the processor's name."""
+    try:
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next((name for name in names if name), platform.processor() or platform.machine())
+
+
+def date_now() -> str:
+    """Return the UTC date and time, taken from SOURCE_DATE_EPOCH if a reproducible build sets it.
+
+    Source: https://reproducible-builds.org/docs/source-date-epoch/
+    """
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    now = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdigit() else datetime.now(UTC)
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def same_but_for_the_date(results: dict[str, Any], earlier: Any) -> bool:
+    """Return whether the untrusted `earlier` equals `results` except for the date.
+
+    Example:
+        >>> same_but_for_the_date({"made": {"date": "b"}, "x": 1}, {"made": {"date": "a"}, "x": 1})
+        True
+    """
+    provenance = earlier.get("made") if isinstance(earlier, dict) else None
+    if not isinstance(provenance, dict) or not isinstance(provenance.get("date"), str):
+        return False
+    return earlier | {"made": provenance | {"date": results["made"]["date"]}} == results
+
+
+def curves_csv(results: dict[str, Any]) -> str:
+    """Return perplexity by length, loss by position and context gain of all models, one line per value."""
+    rows: list[Sequence[Any]] = []
+    for name, model in results["models"].items():
+        rows += [
+            (name, "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"])
+            for r in model.get("ppl_prefix", [])
+        ]
+        rows += [
+            (name, "loss", r["start"], r["stop"], r["loss"], r["low"], r["high"]) for r in model.get("nll_pos", [])
+        ]
+        rows += [
+            (name, "context_gain", 0, r["context"], r["gain"], r["low"], r["high"]) for r in model.get("ctx_gain", [])
+        ]
+    sliding = results["sliding"] or {"name": "", "ppl_prefix": [], "nll_pos": []}
+    for r in sliding["ppl_prefix"]:
+        rows.append((sliding["name"], "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"]))
+    for r in sliding["nll_pos"]:
+        rows.append((sliding["name"], "loss", r["start"], r["stop"], r["loss"], r["low"], r["high"]))
+    return _csv(["model", "metric", "from_token", "to_token", "value", "low", "high"], rows)
+
+
+def needle_csv(results: dict[str, Any]) -> str:
+    """Return the needle grids of all models, one line per cell."""
+    fields = ["length", "depth", "share", "low", "high", "answer_nll"]
+    rows = [
+        (name, *(cell[field] for field in fields))
+        for name, model in results["models"].items()
+        for cell in model.get("passkey", {}).get("cells", [])
+    ]
+    return _csv(["model", *fields], rows)
+
+
+def wide_csv(results: dict[str, Any]) -> str:
+    """Return the main numbers, one line per model and one column per number; missing numbers are empty.
+
+    The columns are perplexities by length with their 95 % intervals, the gain of far context, differences from the
+    sliding window and from the baseline (all in nats per token), and the shares of passkeys and documents found.
+    """
+    lengths, models = results["lengths"], results["models"]
+    rows = [{"model": name} | _wide(results, name, model) for name, model in models.items()]
+    if results["sliding"]:
+        rows.append({"model": results["sliding"]["name"]} | _lengths(results["sliding"], lengths))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return _csv(columns, [[row.get(column, "") for column in columns] for row in rows])
+
+
+def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str, Any]:
+    columns = _lengths(model, results["lengths"])
+    if conclusion := model.get("conclusion"):
+        columns |= {"conclusion": conclusion["verdict"]}
+    if far := model.get("far_context"):
+        columns |= {f"far_context_{key}": far[key] for key in ("further", "gain", "low", "high", "verdict")}
+    for title, rows in (
+        ("sliding", model.get("against_sliding", [])),
+        ("base", results["comparisons"].get(name, {}).get("lengths", [])),
+    ):
+        for row in rows:
+            prefix = ("against", title, str(row["length"]))
+            columns |= {"_".join((*prefix, *suffix)): row[key] for key, suffix in _CHANGE}
+    if short := model.get("short_reg"):
+        columns |= {"within_window": short["loss"]["difference"], "within_window_verdict": short["loss"]["verdict"]}
+    if passkey := model.get("passkey"):
+        columns |= {"passkeys_found": sum(cell["share"] for cell in passkey["cells"]) / len(passkey["cells"])}
+        columns |= {"effective_length": passkey["effective_length"]["length"]}
+    if ruler := model.get("ruler_lite"):
+        columns |= {f"tasks_{length}": score for length, score in task_scores(ruler).items()}
+    kept = results["comparisons"].get(name, {}).get("ruler_lite", [])
+    columns |= {f"tasks_kept_{row['length']}": row["kept"] for row in kept}
+    columns |= {f"retrieved_{row['length']}": row["accuracy"] for row in model.get("retrieval", [])}
+    return columns | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
+
+
+def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return perplexity and interval at each length; columns are the same for all models."""
+    scores = {row["length"]: row for row in scores_by_length(model)}
+    fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))
+    return {
+        "_".join(("perplexity", str(length), *suffix)): scores[length][key] if length in scores else ""
+        for length in (lengths if scores else [])
+        for key, suffix in fields
+    }
+
+
+_CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([header, *rows])
+    return table.getvalue()
+
 
 SCHEMA = 2
 RESULTS, CURVES, NEEDLES, TABLE = "results.json", "curves.csv", "needle.csv", "table.md"

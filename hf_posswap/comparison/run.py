@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_posswap.comparison.candidates import Candidate, ModelLoader
+from hf_posswap.comparison.candidates import Candidate, ModelLoader, tokenizer_for
 from hf_posswap.comparison.documents import TEXT, check_paths, text_and_count
-from hf_posswap.comparison.measuring import measure_all
+from hf_posswap.comparison.measuring import measure_all, prepare
 from hf_posswap.comparison.names import candidate_names, reference_name
 from hf_posswap.comparison.pictures import draw_pictures, require_pictures
-from hf_posswap.comparison.preparing import prepare
 from hf_posswap.comparison.ranks import Ranks, open_ranks
 from hf_posswap.comparison.results import keep_date, write_results
 from hf_posswap.comparison.settings import EvalSettings, merge_settings
-from hf_posswap.comparison.tokenizers import tokenizer_for
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_posswap.errors import DataError, UnknownNameError
+from hf_posswap.evaluation.losses import Window, sliding_windows, window_losses
 from hf_posswap.evaluation.scoring import Scorer
-from hf_posswap.evaluation.windows import Window, sliding_windows, window_losses
 
 Losses = Sequence[np.ndarray]
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from hf_posswap.errors import DataError
+from hf_posswap.evaluation.losses import sliding_windows, window_losses
 from hf_posswap.evaluation.scoring import Scorer
-from hf_posswap.evaluation.windows import sliding_windows, window_losses
 from hf_posswap.utils.atomic_io import read_json, write_json
 from hf_posswap.utils.result_views import ResultView
 

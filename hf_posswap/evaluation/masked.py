@@ -17,10 +17,28 @@ import torch
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError
-from hf_posswap.evaluation.frames import special_frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the special tokens that `tokenizer` adds before and after a text.
+
+    Raises:
+        DataError: the text's own tokens change when special tokens are added.
+
+    Example:
+        >>> from hf_posswap.training.fresh import byte_tokenizer
+        >>> special_frame(byte_tokenizer())
+        ([], [])
+    """
+    plain = tokenizer("one two", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("one two")["input_ids"]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return list(framed[:start]), list(framed[start + len(plain) :])
+    raise DataError(f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones: {plain}, {framed}.")
 
 
 def mask_groups(count: int, *, share: float = 0.15, seed: int = 0) -> list[np.ndarray]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError
-from hf_posswap.evaluation.paired import NonInferiority, non_inferiority
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.statistics import NonInferiority, non_inferiority
 from hf_posswap.utils.result_views import ResultView
 
 

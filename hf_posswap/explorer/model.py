@@ -11,8 +11,7 @@ from hf_posswap.advice.commands import line
 from hf_posswap.advice.serving import Serving, serving_of
 from hf_posswap.checkpoints.exports.rules import TARGETS
 from hf_posswap.errors import PosswapError
-from hf_posswap.evaluation.cost import forward_operations
-from hf_posswap.evaluation.memory import forward_need
+from hf_posswap.evaluation.cost import forward_need, forward_operations
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.inspect.describe import Explanation, explain, on_meta
 from hf_posswap.schemes import Scheme

@@ -12,7 +12,7 @@ import torch
 from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.candidates import shell_of
 from hf_posswap.errors import MissingDependencyError
-from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.text.tokens import load_tokenizer

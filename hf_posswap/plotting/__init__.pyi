@@ -1,12 +1,12 @@
 from hf_posswap.plotting.attention import AttentionLine as AttentionLine
 from hf_posswap.plotting.attention import draw_attention as draw_attention
+from hf_posswap.plotting.curves import Cell as Cell
 from hf_posswap.plotting.curves import Curve as Curve
 from hf_posswap.plotting.curves import Point as Point
 from hf_posswap.plotting.curves import draw_difference_by_length as draw_difference_by_length
 from hf_posswap.plotting.curves import draw_loss_by_position as draw_loss_by_position
+from hf_posswap.plotting.curves import draw_passkey as draw_passkey
 from hf_posswap.plotting.curves import draw_perplexity_by_length as draw_perplexity_by_length
-from hf_posswap.plotting.heatmap import Cell as Cell
-from hf_posswap.plotting.heatmap import draw_passkey as draw_passkey
 from hf_posswap.plotting.positions.sheet import Sheet as Sheet
 from hf_posswap.plotting.positions.sheet import sheet as sheet
 from hf_posswap.plotting.positions.show import PICTURES as PICTURES

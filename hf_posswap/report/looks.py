@@ -1,4 +1,7 @@
-"""The style of each model on the page: `hf_posswap.plotting.styles` as CSS classes, SVG marks and a style sheet."""
+"""The style of each model on the page: `hf_posswap.plotting.styles` as CSS classes, SVG marks and a style sheet.
+
+`document` puts it around every page. The page loads no external resources, and follows the light or dark preference.
+"""
 
 from __future__ import annotations
 
@@ -96,3 +99,32 @@ def colours() -> Markup:
 def style_sheet() -> Markup:
     """Return the style sheet of every page: the models' colours, and the layout."""
     return Markup(colours() + files("hf_posswap.report").joinpath("page.css").read_text(encoding="utf-8"))
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The content security policy: a page loads no external resources."""
+
+
+def document(title: str, *body: Markup, style: Markup | None = None) -> str:
+    """Return the document.
+
+    Args:
+        title: title of the page.
+        body: content of the body, including scripts.
+        style: further styles, in addition to the common style sheet.
+
+    Example:
+        >>> document("A page", tag("p", "It says so."))[:33]
+        '<!doctype html>\\n<html lang="en"><'
+    """
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", f"{title}: hf_posswap"),
+        tag("style", style_sheet(), style),
+    )
+    return f"<!doctype html>\n{tag('html', head, tag('body', *body), lang='en')}\n"

@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.report.document import document
-from hf_posswap.report.extras import cost, harness, method, needles, protocols, tasks
+from hf_posswap.report.looks import document
 from hf_posswap.report.markup import Markup, json_script, tag
-from hf_posswap.report.sections import difference, gain, offsets, perplexity, positions, retrieval
+from hf_posswap.report.sections import (
+    cost,
+    difference,
+    gain,
+    harness,
+    method,
+    needles,
+    offsets,
+    perplexity,
+    positions,
+    protocols,
+    retrieval,
+    tasks,
+)
 from hf_posswap.report.verdicts import findings, overview, short_context
 from hf_posswap.report.words import common_gaps
 from hf_posswap.utils.atomic_io import write_text

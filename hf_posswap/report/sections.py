@@ -1,20 +1,22 @@
-"""The sections of the page about lengths and positions. Each is built from results.json, or None without data.
+"""The sections of the page about lengths and positions, needles, tasks, protocols, cost and method.
 
-A section's title states its subject, and its lead explains how to read it.
+Each is built from results.json, or None without data. A section's title states its subject, and its lead explains how
+to read it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
 from hf_posswap.report.conclusion import percent
-from hf_posswap.report.differences import differences_of, finding
-from hf_posswap.report.looks import model_numbers
+from hf_posswap.report.looks import look, mark, model_numbers
 from hf_posswap.report.markup import Markup, tag
-from hf_posswap.report.words import far_change, scores_by_length
+from hf_posswap.report.tables import Cell, heat_maps, sortable
+from hf_posswap.report.words import differences_of, effective, far_change, finding, number, scores_by_length
 
 Results = dict[str, Any]
 Rows = Sequence[dict[str, Any]]
@@ -198,3 +200,210 @@ def retrieval(results: Results) -> Markup | None:
     axes = Axes("tokens of a document", "share found", window=results["window"], zero=True, name_y=lambda y: f"{y:.0%}")
     lead = "How often the embedding of a question is nearest to that of the document that answers it."
     return section("retrieval", "Retrieval at length", lead, line_chart(lines, axes))
+
+
+_VERSIONS = ("hf_posswap", "transformers", "torch", "python")
+
+
+def needles(results: Results) -> Markup | None:
+    """Return the passkey grids side by side, and the effective lengths."""
+    passkeys = {name: model["passkey"] for name, model in results["models"].items() if model.get("passkey")}
+    if not passkeys:
+        return None
+    numbers = model_numbers(results)
+    trials = next(iter(passkeys.values()))["trials"]
+    lengths = sorted({cell["length"] for grid in passkeys.values() for cell in grid["cells"]})
+    maps = {name: {(c["depth"], c["length"]): _passkey(c) for c in grid["cells"]} for name, grid in passkeys.items()}
+    grids = heat_maps(maps, numbers, lengths, results["window"], lambda depth: f"{100 * depth:g} %")
+    lead = (
+        f"A number is hidden in filler, at a depth from the start (0 %) to the end (100 %), and requested at the end. "
+        f"Each cell: percentage of {trials} keys found. The line marks the original window."
+    )
+    return section("needles", "Is a hidden number found?", lead, grids, _reach(results, numbers, passkeys))
+
+
+def _passkey(cell: dict[str, Any]) -> tuple[float, str]:
+    lines = [
+        f"{cell['share']:.0%} found, 95 % interval {cell['low']:.0%} to {cell['high']:.0%}",
+        f"loss of the answer {cell['answer_nll']:.3g} nats per token",
+    ]
+    title = f"{cell['length']:,} tokens, depth {100 * cell['depth']:g} %"
+    return cell["share"], json.dumps([title, [[None, "", text] for text in lines]])
+
+
+def _reach(results: Results, numbers: dict[str, int], passkeys: dict[str, Any]) -> Markup:
+    """Return the effective lengths as bars, or only as text if no model has one."""
+    reasons = {name: effective(grid, results["window"]) for name, grid in passkeys.items()}
+    if all(grid["effective_length"]["length"] is None for grid in passkeys.values()):
+        texts = dict.fromkeys(reasons.values()) if len(set(reasons.values())) == 1 else map(": ".join, reasons.items())
+        return tag("div", tag("h3", "Effective length"), *(tag("p", text) for text in texts), id="effective")
+    longest = max(results["lengths"])
+    rows = []
+    for name, grid in passkeys.items():
+        length = grid["effective_length"]["length"]
+        width = None if length is None else f"left:0;width:{100 * length / longest:.2f}%"
+        bar = width and tag("span", class_=f"bar {look(numbers[name])}", style=width)
+        edge = tag("span", class_="at-margin", style=f"left:{min(100.0, 100 * results['window'] / longest):.2f}%")
+        text_line = tag("p", reasons[name])
+        rows.append(
+            tag(
+                "div",
+                tag("div", tag("span", mark(numbers[name]), name), class_="who"),
+                tag("div", bar, edge, class_="track"),
+                text_line,
+                class_="row",
+            )
+        )
+    title = tag("h3", "Effective length")
+    lead = tag("p", "Length up to which a model keeps its base accuracy; dashed: the original window.", class_="lead")
+    return tag("div", title, lead, *rows, class_="forest", id="effective")
+
+
+def tasks(results: Results) -> Markup | None:
+    """Return the scores of ruler_lite by task and length."""
+    cells_by_model = {
+        name: model["ruler_lite"]["cells"] for name, model in results["models"].items() if model.get("ruler_lite")
+    }
+    if not cells_by_model:
+        return None
+    numbers = model_numbers(results)
+    lengths = sorted({cell["length"] for cells in cells_by_model.values() for cell in cells})
+    maps = {name: {(c["task"], c["length"]): _task(c) for c in cells} for name, cells in cells_by_model.items()}
+    grids = heat_maps(maps, numbers, lengths, results["window"], lambda task: task.replace("_", " "))
+    return section(
+        "tasks", "Tasks at length", "Mean score in percent by task and length; hatched: does not fit.", grids
+    )
+
+
+def _task(cell: dict[str, Any]) -> tuple[float, str]:
+    score_text = f"{cell['score']:.0%} over {cell['prompts']} prompts"
+    return cell["score"], json.dumps([f"{cell['task']}, {cell['length']:,} tokens", [[None, "", score_text]]])
+
+
+def harness(results: Results) -> Markup | None:
+    """Return the scores of the evaluation harness by task and length, as `posswap report --lm-eval` attaches them."""
+    tables = results.get("lm_eval")
+    if not tables:
+        return None
+    numbers = model_numbers(results)
+    columns = sorted({column for table in tables.values() for column in table["columns"]}, key=_length)
+    rows = []
+    for row_key in dict.fromkeys((row["task"], row["metric"]) for table in tables.values() for row in table["rows"]):
+        for name, table in tables.items():
+            for row in (row for row in table["rows"] if (row["task"], row["metric"]) == row_key):
+                scores = [_score(row, column, kept=table["kept"]) for column in columns]
+                reached = [_reached(row, criterion) for criterion in ("ruler", "nolima")]
+                rows.append((numbers[name], name, [Cell(row["task"]), Cell(row["metric"]), *scores, *reached]))
+    titles = ["all lengths" if column == "all" else f"{int(column):,}" for column in columns]
+    lead = (
+        "Scores of EleutherAI's harness by length in tokens; kept: percentage of the baseline's score. Effective "
+        "length: up to which every score is at least 0.856 (RULER), or 85 % of the score at the shortest length "
+        "(NoLiMa)."
+    )
+    table = sortable(["task", "metric", *titles, "RULER length", "NoLiMa length"], rows)
+    return section("harness", "Tasks of the harness", lead, table)
+
+
+def _length(column: str) -> float:
+    return float("inf") if column == "all" else int(column)
+
+
+def _score(row: dict[str, Any], column: str, *, kept: bool) -> Cell:
+    cell, share = row["values"].get(column), (row.get("retention") or {}).get(column)
+    if cell is None:
+        return Cell("–")
+    return Cell(number(cell["score"]), cell["score"], f"{share:.0f} % kept" if kept and share is not None else None)
+
+
+def _reached(row: dict[str, Any], criterion: str) -> Cell:
+    effective = row["effective_length"]
+    if effective is None:
+        return Cell("–")
+    measured = sorted(int(column) for column in row["values"] if column != "all")
+    length = effective[criterion]
+    if length is None:  # NoLiMa's criterion has no meaning where nothing is right at the shortest length
+        return Cell(f"< {measured[0]:,}", 0) if criterion == "ruler" else Cell("–")
+    return Cell(f"≥ {length:,}" if length == measured[-1] else f"{length:,}", length)
+
+
+def cost(results: Results) -> Markup | None:
+    """Return the cost of each length: prefill, decoding, and memory for keys and values."""
+    measured = lines_of(results, lambda model: model.get("cost", []), "length", "tokens_per_second", interval=False)
+    if not measured:
+        return None
+    window, x = results["window"], "tokens read"
+    decode = lines_of(results, lambda model: model.get("cost", []), "length", "decode_seconds", interval=False)
+    thousandths = [Line(d.name, d.number, tuple(Dot(dot.x, 1000 * dot.y) for dot in d.dots)) for d in decode]
+    speed = line_chart(measured, Axes(x, "prefill, tokens per second", window=window, zero=True, name_y=number))
+    wait = line_chart(thousandths, Axes(x, "decoding, milliseconds per token", window=window, zero=True, name_y=number))
+    numbers = model_numbers(results)
+    rows = [
+        (numbers[name], name, [Cell(_mib(row["cache_bytes"]), row["cache_bytes"]) for row in model["cost"][-1:]])
+        for name, model in results["models"].items()
+        if model.get("cost")
+    ]
+    lead = "Speed of prefill and decoding, measured once on one machine: for orientation only."
+    table = sortable(["keys and values at its longest"], rows)
+    return section("cost", "Cost", lead, tag("div", speed, wait, class_="pair"), table)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def protocols(results: Results) -> Markup | None:
+    """Return perplexities by the protocols of papers, and other single numbers, as one table."""
+    columns: dict[str, dict[int, Cell]] = {}
+    for index, model in enumerate(results["models"].values()):
+        for row in model.get("ppl_compat", []):
+            columns.setdefault(row["protocol"], {})[index] = Cell(number(row["perplexity"]), row["perplexity"])
+        if model.get("longppl"):
+            value = model["longppl"]["perplexity"]
+            columns.setdefault("longppl", {})[index] = Cell(number(value), value)
+        for row in model.get("pseudo_ppl", []):
+            title = f"pseudo-perplexity, {row['length']:,} tokens"
+            columns.setdefault(title, {})[index] = Cell(number(row["perplexity"]), row["perplexity"])
+    if not columns:
+        return None
+    numbers = model_numbers(results)
+    rows = [
+        (numbers[name], name, [cells.get(index, Cell("–")) for cells in columns.values()])
+        for index, name in enumerate(results["models"])
+        if any(index in cells for cells in columns.values())
+    ]
+    lead = "Perplexity by the protocols of other projects. Do not compare numbers of different columns."
+    return section("protocols", "Perplexity by other protocols", lead, sortable(list(columns), rows))
+
+
+def method(results: Results) -> Markup:
+    """Return how the results were measured, and a link to save them."""
+    data, settings = results["data"], results["settings"]
+    identity = next(iter(results["models"].values()))["identity"]
+    run, provenance, sliding = results["environment"], results.get("made", {}), results.get("sliding")
+    facts = {
+        "baseline": results["base"],
+        "original window": f"{results['window']:,} tokens" if results["window"] else "not known",
+        "sliding window": sliding and f"{sliding['of']}, windows of {sliding['window']:,}, {sliding['stride']:,} apart",
+        "text": f"{data['source']}: {data['documents']} documents, digest {data['digest'][:16]}",
+        "documents": data.get("protocol", {}).get("said"),
+        "tokenizer": f"{data['tokenizer']['class']}, {data['tokenizer']['vocabulary']:,} tokens",
+        "metrics": ", ".join(results["metrics"]),
+        "seed": settings["seed"],
+        "run as": f"{identity['dtype']}, {identity['attention']} attention, on {identity['device']}",
+        "versions": ", ".join(f"{key} {run[key]}" for key in _VERSIONS if key in run),
+        "machine": ", ".join(str(run[key]) for key in ("system", "processor", "gpu") if key in run),
+        "made": provenance.get("date"),
+        "command": provenance.get("command"),
+    }
+    swaps = [
+        (name, f"{plan['scheme']['name']}, {plan['route']}; {plan['adaptation']}", plan)
+        for name, model in results["models"].items()
+        if (plan := model["plan"])
+    ]
+    rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in facts.items() if value is not None]
+    rows += [tag("div", tag("dt", name), tag("dd", text)) for name, text, _ in swaps]
+    controls = [(name, model.get("trained")) for name, model in results["models"].items() if not model["plan"]]
+    rows += [tag("div", tag("dt", name), tag("dd", f"no swap; {training}")) for name, training in controls if training]
+    keep = tag("p", tag("a", "Save results.json", href="#", download="results.json", id="save"), class_="note")
+    lead = "Everything that these numbers depend on; results.json contains all of it."
+    return section("method", "How it was measured", lead, tag("dl", *rows), keep)

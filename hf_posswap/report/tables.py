@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posswap.report.charts import short_number
 from hf_posswap.report.looks import mark
 from hf_posswap.report.markup import Markup, tag
-from hf_posswap.report.scales import short_number
 
 
 @dataclass(frozen=True)

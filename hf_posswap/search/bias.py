@@ -1,4 +1,7 @@
-"""Fitting the bias of a new mechanism to the effect of a learned table on attention scores, before any training."""
+"""Fitting the bias of a new mechanism to the effect of a learned table on attention scores, before any training.
+
+`check_fit` says whether a swap can be fitted to the table that it replaces, before anything is changed or read.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,23 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.schemes import PerLayer, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.common.bias import LinearBias
-from hf_posswap.search.profiles import distances_of, score_profiles
-from hf_posswap.search.table_effect import NEGLIGIBLE, distance_weights, inverse_of_distances, watch_table
-from hf_posswap.search.tables import check_rows, check_table
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search.profiles import (
+    NEGLIGIBLE,
+    check_rows,
+    check_table,
+    distance_weights,
+    distances_of,
+    inverse_of_distances,
+    score_profiles,
+    watch_table,
+)
+from hf_posswap.search.rotation import check_rotation
 from hf_posswap.utils.progress import counted, reporter_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 _OWNER = "fit_bias"
 
@@ -128,3 +141,31 @@ def _checked_scheme(scheme: Any) -> LinearBias:
         if getattr(bias_scheme, name) != getattr(type(bias_scheme), name):
             raise SchemeError(f"{_OWNER}: {name} of {bias_scheme.name} is determined by the fit; leave it out.")
     return bias_scheme
+
+
+def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
+    """Check that `fit_bias` or `fit_rotation` can fit a swap of `model` to `scheme`.
+
+    Args:
+        model: the unswapped model, which may be on meta; it is not changed.
+        scheme: the scheme; resolved, as in the plan of the swap, if it rotates.
+
+    Raises:
+        SchemeError: the scheme cannot be fitted, sets a field that the fit determines, or rotates whole heads.
+        UnsupportedSwapError, UnsupportedModelError: the model has no table to fit to, or unsupported projections.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap.schemes import Alibi
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> check_fit(model, Alibi())
+    """
+    if isinstance(scheme, RotaryScheme):
+        check_rotation(model, scheme)
+    elif isinstance(scheme, LinearBias):
+        check_bias(model, scheme)
+    else:
+        raise SchemeError(
+            f"{scheme.name} cannot be fitted to a table. What works: alibi, t5, and rope and its variants with partial "
+            "below 1."
+        )

@@ -2,17 +2,117 @@
 
 Ding et al. 2024, https://arxiv.org/abs/2402.13753, algorithm 1 and appendix A: in each of 40 iterations the best 32 of
 64 candidates survive, and 16 of their mutations and 16 of their crossovers are added.
+
+The state of a search, its identity and its progress, is saved.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hf_posswap.search.candidates import Candidate, Space
-from hf_posswap.search.state import Member, Progress
-from hf_posswap.search.subject import SearchSettings
+from hf_posswap.errors import CheckpointError
+from hf_posswap.search.candidates import Candidate, SearchSettings, Space
+from hf_posswap.utils.atomic_io import read_json, writable_folder, write_text
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """A measured candidate, and its mean loss in nats per token."""
+
+    candidate: Candidate
+    loss: float
+
+
+@dataclass
+class Progress:
+    """The progress of a search.
+
+    Attributes:
+        iteration: the last finished iteration; 0: the first population.
+        population: the current candidates, best first.
+        seen: all measured candidates.
+        seeds: loss of each seed.
+        best: the best loss after each iteration.
+        evaluations: number of measured candidates after each iteration.
+    """
+
+    iteration: int = -1
+    population: list[Member] = field(default_factory=list)
+    seen: set[Candidate] = field(default_factory=set)
+    seeds: dict[str, float] = field(default_factory=dict)
+    best: list[float] = field(default_factory=list)
+    evaluations: list[int] = field(default_factory=list)
+
+
+def save_progress(path: Path, identity: dict[str, Any], progress: Progress) -> None:
+    """Write `progress` of the search `identity` to `path` atomically.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    data = dataclasses.asdict(progress)
+    data["population"] = [[*dataclasses.astuple(m.candidate), m.loss] for m in progress.population]
+    data["seen"] = [dataclasses.astuple(candidate) for candidate in sorted(progress.seen, key=dataclasses.astuple)]
+    write_text(path, json.dumps({"format": FORMAT, "search": identity, "progress": data}, allow_nan=False) + "\n")
+
+
+def load_progress(path: Path, identity: dict[str, Any]) -> Progress:
+    """Return the progress in `path`, or that of a new search if there is no such file.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or the file is not a state of this search.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"state must name a file, and {path} is a folder.")
+    writable_folder(path.parent)
+    if not path.exists():
+        return Progress()
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("search"), dict):
+        raise CheckpointError(f"{path} is not a state of search_longrope; give another file, or delete it.")
+    for name, expected in identity.items():
+        stored = data["search"].get(name)
+        if stored != expected:
+            raise CheckpointError(
+                f"{path} is the state of another search: its {name} is {stored!r}, here it is {expected!r}. Give "
+                "another file, or delete it."
+            )
+    try:
+        return _progress(data["progress"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is an incomplete state of search_longrope ({error!r}); delete it.") from error
+
+
+def _progress(data: dict[str, Any]) -> Progress:
+    return Progress(
+        iteration=int(data["iteration"]),
+        population=[Member(_candidate(row[:3]), float(row[3])) for row in data["population"]],
+        seen={_candidate(row) for row in data["seen"]},
+        seeds={str(name): float(loss) for name, loss in data["seeds"].items()},
+        best=[float(loss) for loss in data["best"]],
+        evaluations=[int(count) for count in data["evaluations"]],
+    )
+
+
+def _candidate(row: list[Any]) -> Candidate:
+    factors, positions, attention = row
+    return Candidate(tuple(map(float, factors)), int(positions), float(attention))
+
+
+def documents_digest(documents: np.ndarray) -> str:
+    """Return a digest of the documents, token ids [N, L]."""
+    return hashlib.sha256(f"{documents.shape}".encode() + documents.astype("<i8").tobytes()).hexdigest()[:16]
+
 
 TRIES = 20
 """Number of attempts to find a new, valid candidate."""

@@ -19,8 +19,7 @@ from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.tools.logit_scale import logit_scale_of, set_logit_scale
 from hf_posswap.schemes.common import checks
-from hf_posswap.search.documents import leading_documents
-from hf_posswap.search.fitness import evaluating
+from hf_posswap.search.fitness import evaluating, leading_documents
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.progress import counted, reporter_for
 from hf_posswap.utils.result_views import ResultView

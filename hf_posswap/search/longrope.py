@@ -3,30 +3,202 @@
 Ding et al. 2024, https://arxiv.org/abs/2402.13753, section 3.2. Details that the paper leaves open follow its authors'
 code: a probability of 0.3 for each gene, 20 attempts to find a new candidate. Two extensions make YaRN a member of the
 space: seeds may be off the grid of 0.01, and the factor on cos and sin is a gene as well.
+
+A `Session` is one run of a search, from its saved state to its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.errors import OptionError
+import numpy as np
+
+from hf_posswap.errors import CheckpointError, OptionError
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.search.documents import leading_documents
-from hf_posswap.search.fitness import evaluating
-from hf_posswap.search.interrupts import Interrupts
-from hf_posswap.search.result import LongRopeSearch
-from hf_posswap.search.session import Session, progress_bar
-from hf_posswap.search.subject import SearchSettings, searched_geometry, searched_positions, target_length
+from hf_posswap.schemes import LongRope
+from hf_posswap.search.candidates import (
+    Candidate,
+    SearchSettings,
+    Space,
+    as_candidate,
+    attention_choices,
+    searched_geometry,
+    searched_positions,
+    seed_schemes,
+    target_length,
+)
+from hf_posswap.search.evolution import Evolution, Progress, documents_digest, load_progress, save_progress
+from hf_posswap.search.fitness import Interrupts, evaluating, leading_documents, scheme_loss
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.progress import reporter_for
+from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.weights_digest import weights_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_posswap.utils.progress import Reporter, Task
+
+
+@dataclass(frozen=True, repr=False)
+class LongRopeSearch(ResultView):
+    """The result of `search_longrope`.
+
+    Attributes:
+        scheme: the best scheme, resolved, for `patch_model(model, result.scheme)`.
+        perplexity: its perplexity on the documents, over all tokens except the first of each.
+        seeds: perplexities of the initial schemes, by name.
+        log: the best perplexity after each iteration, starting with the first population.
+        evaluations: the number of measured candidates after each iteration.
+        length: tokens of each document.
+        documents: number of documents.
+        original_positions: the tried values of n-hat.
+
+    Example:
+        >>> scheme = LongRope(factor=2.0, long_factor=(1.0, 2.0))
+        >>> print(LongRopeSearch(scheme, 9.0, {"yarn": 9.5}, (9.5, 9.0), (4, 6), 64, 2, (0,)))
+        perplexity 9 after 6 evaluations (yarn 9.5) on 2 documents of 64 tokens
+    """
+
+    scheme: LongRope
+    perplexity: float
+    seeds: dict[str, float]
+    log: tuple[float, ...]
+    evaluations: tuple[int, ...]
+    length: int
+    documents: int
+    original_positions: tuple[int, ...]
+
+    def __str__(self) -> str:
+        seeds = ", ".join(f"{name} {perplexity:.6g}" for name, perplexity in self.seeds.items())
+        return (
+            f"perplexity {self.perplexity:.6g} after {self.evaluations[-1]} evaluations ({seeds}) on {self.documents} "
+            f"documents of {self.length} tokens"
+        )
+
+    def _repr_facts(self) -> dict[str, Any]:
+        return {
+            "perplexity": self.perplexity,
+            "factor": self.scheme.factor,
+            "seeds": self.seeds,
+            "evaluations": self.evaluations[-1],
+        }
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [
+            ("perplexity", f"{self.perplexity:.6g} on {self.documents} documents of {self.length} tokens"),
+            *((f"perplexity of {name}", f"{perplexity:.6g}") for name, perplexity in self.seeds.items()),
+            ("evaluations", str(self.evaluations[-1])),
+            ("scheme", str(self.scheme)),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON data."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return values | {"scheme": self.scheme.to_dict()}
+
+
+@dataclass(frozen=True)
+class Session:
+    """A validated search.
+
+    Attributes:
+        model: the model to measure.
+        documents: token ids [N, L].
+        geometry: the model's geometry.
+        settings: the settings of the search.
+        positions: values of n-hat to try.
+        path: file of the state; None: it is not saved.
+    """
+
+    model: Any
+    documents: np.ndarray
+    geometry: Geometry
+    settings: SearchSettings
+    positions: tuple[int, ...]
+    path: Path | None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties that a saved state must share with the search that resumes from it."""
+        settings = dataclasses.asdict(self.settings)
+        del settings["iterations"]  # a resumed search may have more
+        return {
+            "model": weights_digest(self.model),
+            "documents": documents_digest(self.documents),
+            "original_positions": list(self.positions),
+            **settings,
+        }
+
+    def progress(self) -> Progress:
+        """Return the current progress."""
+        if self.path is None:
+            return Progress()
+        progress = load_progress(self.path, self.identity())
+        if progress.iteration > self.settings.iterations:
+            raise CheckpointError(
+                f"{self.path} is at iteration {progress.iteration}, past the requested {self.settings.iterations}: "
+                "give as many or more, or another file."
+            )
+        return progress
+
+    def run(self, progress: Progress, task: Task, interrupts: Interrupts) -> None:
+        """Run the remaining iterations."""
+        settings = self.settings
+        seeds = seed_schemes(settings.factor, self.geometry)
+        attention = attention_choices(settings.factor, self.geometry, seeds)
+        space = Space(settings.factor, self.positions, attention, settings.mutation_rate)
+
+        def loss(candidate: Candidate) -> float:
+            scheme = candidate.scheme(settings.factor, self.geometry)
+            measured = scheme_loss(self.model, scheme, self.documents, interrupts)
+            task.advance(self.documents.size, measured)
+            return measured
+
+        evolution = Evolution(space, settings, progress, loss)
+        identity = None if self.path is None else self.identity()
+        while progress.iteration < settings.iterations:
+            if progress.iteration < 0:
+                evolution.start({name: as_candidate(scheme, self.geometry) for name, scheme in seeds.items()})
+            else:
+                evolution.step()
+            if self.path is not None and identity is not None:
+                save_progress(self.path, identity, progress)
+
+    def result(self, progress: Progress) -> LongRopeSearch:
+        """Return the result of a finished search."""
+        best = progress.population[0]
+        return LongRopeSearch(
+            scheme=best.candidate.scheme(self.settings.factor, self.geometry),
+            perplexity=math.exp(best.loss),
+            seeds={name: math.exp(loss) for name, loss in progress.seeds.items()},
+            log=tuple(math.exp(loss) for loss in progress.best),
+            evaluations=tuple(progress.evaluations),
+            length=self.documents.shape[1],
+            documents=len(self.documents),
+            original_positions=self.positions,
+        )
+
+
+@contextmanager
+def progress_bar(total: int, done: int, reporter: Reporter | None) -> Iterator[Task]:
+    """Show the progress of `total` evaluations, of which `done` are already finished; without a reporter, nothing."""
+    from rich.console import Console
+
     from hf_posswap.utils.progress import Reporter
+
+    silent = Reporter(Console(file=io.StringIO()))
+    with (reporter or silent).task("searching LongRoPE", total) as task:
+        task.skip(done)
+        yield task
 
 
 @alone()

@@ -1,7 +1,12 @@
-"""Attention scores by distance while a model reads texts, the target for fitting a bias by distance."""
+"""Attention scores by distance while a model reads texts, the target for fitting a bias or a rotation by distance.
+
+They include the effect of a learned position table, what a fit to it requires of the model and the texts, and the
+weight of each distance.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +14,82 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.errors import DataError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.patch_model import patched
+from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
+from hf_posswap.schemes import Learned
+from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.search.fitness import evaluating
-from hf_posswap.search.tables import shared_layers
+from hf_posswap.search.fitness import evaluating, token_rows
+from hf_posswap.text.tokens import check_token_ids
+
+BESIDE_TABLE = Learned() + Alibi()
+"""A swap that keeps the table active and gives access to the scores."""
+
+
+def check_table(model: Any, scheme: Scheme, owner: str, *, runs: bool = True) -> Sites:
+    """Return the sites of `model`, which has a learned position table and nothing else, and can be swapped to `scheme`.
+
+    Args:
+        model: unswapped.
+        scheme: to fit.
+        owner: the function of which errors speak.
+        runs: whether the model is run now, for which it needs its weights; False: they may be on meta.
+
+    Raises:
+        UnsupportedSwapError: the model has no learned table, another mechanism in addition to it, several stacks, or
+            its attention cannot be patched.
+        UnsupportedModelError: no family describes it, or its weights are on meta.
+        AlreadyPatchedError: it carries a swap.
+    """
+    plan = plan_swap(model, scheme)
+    sites, name = plan.sites, type(model).__name__
+    table, has_other_positions = sites.main.table, sites.main.inside is not None or plan.record.relative is not None
+    if len(sites.stacks) > 1 or model.config.is_encoder_decoder:
+        raise UnsupportedSwapError(f"{owner} fits models of one stack, and {name} is an encoder and a decoder.")
+    if not isinstance(table, TokenTable) or table.computed or has_other_positions:
+        positions_text = "other positions in addition to it" if table is not None and has_other_positions else "none"
+        raise UnsupportedSwapError(
+            f"{owner} fits to the effect of a learned position table, and {name} has {positions_text}. What works: "
+            "GPT-2, OPT, BERT, RoBERTa and similar models."
+        )
+    if sites.main.spec.layers_share and len(sites.main.attention) < model.config.num_hidden_layers:
+        raise UnsupportedSwapError(shared_layers(name))
+    if runs and any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedModelError(f"{owner} runs the model, and its weights are on meta: load it with its weights.")
+    plan_swap(model, BESIDE_TABLE)
+    return sites
+
+
+def shared_layers(name: str) -> str:
+    """Return the error message for a model of class `name` whose layers do not run exactly once each."""
+    return (
+        f"the attention layers of {name} do not run exactly once per forward, so their scores cannot be attributed: "
+        "layers that share weights share one bias."
+    )
+
+
+def check_rows(tokens: Any, model: Any, sites: Sites) -> list[np.ndarray]:
+    """Return `tokens` as rows of token ids within the table of `model`.
+
+    Raises:
+        DataError: they are not rows of the model's token ids, too long, padded, or all too short to compare.
+    """
+    rows, length = token_rows(tokens), sites.geometry.original_length
+    for index, row in enumerate(rows):
+        check_token_ids(model, row)
+        if len(row) > length:
+            raise DataError(f"tokens[{index}] has {len(row)} tokens, and the position table ends at {length}; cut it.")
+        padding = sites.main.padding_id
+        if padding is not None and (row == padding).any():
+            raise DataError(f"tokens[{index}] holds padding (id {padding}), which positions skip; leave it out.")
+    if max(map(len, rows)) < 2:
+        raise DataError("tokens has only rows of one token, and a fit compares two keys of a query: give longer rows.")
+    return rows
 
 
 def distances_of(geometry: Geometry, longest: int) -> Tensor:
@@ -216,3 +289,63 @@ class ProfileWatch(LayerWatch):
     def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
         """Record the scores of one head, [L, L], at the distances of `near`, bool [N]."""
         self.profile[head, near] += centred_sums(scores, self.distances[near]).cpu()
+
+
+NEGLIGIBLE = 1e-10
+"""Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
+_EVEN = 0.05
+"""Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
+
+
+class TableWatch(ProfileWatch):
+    """Sums, in addition to the scores, the attention paid to each distance."""
+
+    def __init__(self, geometry: Geometry, longest: int) -> None:
+        super().__init__(geometry, longest)
+        self.attention = torch.zeros_like(self.profile)
+
+    def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
+        super().look_at_scores(head, scores, near)
+        index, seen = pairs_of(len(scores), self.distances[near], scores.device)
+        paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        self.attention[head, near] += sums_at(index, paid[seen], int(near.sum())).cpu()
+
+
+def watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[TableWatch]:
+    """Run the unswapped model `base` with its table on `rows`, and return the record of each layer."""
+    watches = [TableWatch(geometry, max(map(len, rows))) for _ in range(geometry.num_layers)]
+    with patched(base, BESIDE_TABLE):
+        read_watched(base, Mechanism(), dict(enumerate(watches)), geometry, rows)
+    return watches
+
+
+def inverse_of_distances(distances: Tensor, rows: Sequence[np.ndarray]) -> Tensor:
+    """Return the matrix [N, N] that converts the sums by distance of a `ProfileWatch` to a function of distance.
+
+    The function is the least-squares fit of scores by any function of the distance and a constant for each query: sums
+    [H, N] times this matrix are [H, N], each row up to a constant.
+
+    Args:
+        distances: consecutive distances at which a query sees a key, [N].
+        rows: the texts.
+    """
+    occurring = torch.zeros(len(distances), dtype=torch.float64)  # pairs at each distance
+    shared = torch.zeros(len(distances), len(distances), dtype=torch.float64)  # over queries with both: 1 / their keys
+    for length, times in Counter(map(len, rows)).items():
+        keys = torch.arange(length)[:, None] - distances  # [L, N]
+        seen = ((keys >= 0) & (keys < length)).double()
+        occurring += times * seen.sum(dim=0)
+        shared += times * (seen / seen.sum(dim=1, keepdim=True)).T @ seen
+    return torch.linalg.pinv(occurring.diag() - shared, rtol=NEGLIGIBLE, hermitian=True)
+
+
+def distance_weights(attention: Tensor) -> Tensor:
+    """Return the weight of each distance in a fit, [N], with sum 1: mostly proportional to the attention [N].
+
+    There are many far distances with little attention; the weights focus the fit on distances that matter to the model.
+
+    Example:
+        >>> distance_weights(torch.tensor([3.0, 1.0, 0.0, 0.0]))
+        tensor([0.7250, 0.2500, 0.0125, 0.0125])
+    """
+    return (1 - _EVEN) * attention / attention.sum() + _EVEN / len(attention)

@@ -20,9 +20,17 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
-from hf_posswap.search.profiles import LayerWatch, centred_sums, read_watched
-from hf_posswap.search.table_effect import TableWatch, distance_weights, inverse_of_distances, watch_table
-from hf_posswap.search.tables import check_rows, check_table
+from hf_posswap.search.profiles import (
+    LayerWatch,
+    TableWatch,
+    centred_sums,
+    check_rows,
+    check_table,
+    distance_weights,
+    inverse_of_distances,
+    read_watched,
+    watch_table,
+)
 from hf_posswap.utils.progress import counted, reporter_for
 from hf_posswap.utils.result_views import ResultView
 

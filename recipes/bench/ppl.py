@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posswap.evaluation.losses import sliding_windows, window_losses
 from hf_posswap.evaluation.scoring import Scorer
-from hf_posswap.evaluation.windows import sliding_windows, window_losses
 from recipes.bench.harness import Case
 from recipes.bench.models import llama
 

@@ -33,7 +33,7 @@ from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import read_documents
 from hf_posswap.errors import OptionError, UnknownNameError, UnsupportedModelError
 from hf_posswap.evaluation import reach_of
-from hf_posswap.evaluation.frames import special_frame
+from hf_posswap.evaluation.masked import special_frame
 from hf_posswap.evaluation.retrieval import Pooling
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import write_json, write_text

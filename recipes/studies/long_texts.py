@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hf_posswap.errors import DataError
-from hf_posswap.evaluation.frames import special_frame
+from hf_posswap.evaluation.masked import special_frame
 from hf_posswap.evaluation.retrieval import FILLER, retrieval_texts
 
 PASSAGE = 32

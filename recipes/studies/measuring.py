@@ -27,7 +27,7 @@ from hf_posswap.evaluation import (
     reach_of,
     sliding_losses,
 )
-from hf_posswap.evaluation.frames import special_frame
+from hf_posswap.evaluation.masked import special_frame
 
 MULTIPLES = (1, 2, 4, 8)
 WINDOW, LAST, LAST_ALONE = "window", "last window", "last window alone"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_posswap
 from hf_posswap.errors import NotPatchedError, RecordError
-from hf_posswap.evaluation.reach import reach_of
+from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.harness.model import length_of
 from tests.contract.models import LENGTH
 from tests.contract.others import ALL

@@ -35,7 +35,7 @@ from hf_posswap.errors import (
     OptionError,
     PositionRangeError,
 )
-from hf_posswap.evaluation import Scorer, memory, store
+from hf_posswap.evaluation import Scorer, cost, store
 from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt
 from hf_posswap.training import byte_tokenizer
 
@@ -287,7 +287,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
 
 
 def test_no_memory_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(cost, "available_bytes", lambda device: 1000)
     with pytest.raises(NotEnoughMemoryError, match="128 tokens of GPT2LMHeadModel need about"):
         evaluate(gpt2(), "rope", documents=TEXTS, tokenizer=TOKENIZER, settings=SETTINGS)
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from hf_posswap.comparison import hub_text as module
+from hf_posswap.comparison import documents as module
 from hf_posswap.comparison import read_documents
-from hf_posswap.comparison.documents import check_paths
-from hf_posswap.comparison.hub_text import stream_documents
+from hf_posswap.comparison.documents import check_paths, stream_documents
 from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text import hub as reading
 from hf_posswap.text.hub import HubText, hub_text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_posswap.comparison import EvalSettings, evaluate, read_documents
-from hf_posswap.comparison.joining import JOINED, WHOLE, cut_documents
+from hf_posswap.comparison.documents import JOINED, WHOLE, cut_documents
 from hf_posswap.errors import DataError
 from hf_posswap.text.stdlib import Document
 from hf_posswap.training import byte_tokenizer

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_posswap.comparison import Candidate, EvalSettings, compare, overall
-from hf_posswap.comparison.overall import ProgressEstimator, SpeedModel, UnitCost
+from hf_posswap.comparison import Candidate, EvalSettings, compare, work
+from hf_posswap.comparison.work import ProgressEstimator, SpeedModel, UnitCost
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.progress import Reporter
 from tests.comparison.test_names import TEXTS, gpt2
@@ -75,7 +75,7 @@ def test_no_rate_is_ever_below_zero() -> None:
 
 @pytest.mark.parametrize("metrics", [None, ("ppl_prefix", "nll_pos", "ppl_compat", "ruler_lite", "cost")])
 def test_every_unit_of_a_comparison_is_counted_once(monkeypatch: pytest.MonkeyPatch, metrics: Any) -> None:
-    monkeypatch.setattr(overall, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(work, "_QUIET_SECONDS", 0.0)
     reporter = quiet()
     settings = EvalSettings(lengths=(24, 64), trials=1, documents=4, metrics=metrics, stride=8)
     candidates = [Candidate(gpt2(), name="base"), Candidate(gpt2(), "rope")]
@@ -85,7 +85,7 @@ def test_every_unit_of_a_comparison_is_counted_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_that_goes_on_counts_what_is_left(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overall, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(work, "_QUIET_SECONDS", 0.0)
     arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": byte_tokenizer(), "out": tmp_path, "pictures": False}
     compare([Candidate(gpt2(), name="base")], settings=EvalSettings((24, 32), ("ppl_prefix",)), **arguments)
     reporter = quiet()
@@ -100,7 +100,7 @@ def test_a_terminal_shows_one_bar() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=160, _environ={"TERM": "xterm"})
     settings = EvalSettings(lengths=(32,), metrics=("ppl_prefix",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overall, "_SHOWN_SECONDS", 0.0)
+        patch.setattr(work, "_SHOWN_SECONDS", 0.0)
         compare(
             [Candidate(gpt2(), name="base")], documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings,
             reporter=Reporter(console),

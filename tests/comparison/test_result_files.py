@@ -16,7 +16,7 @@ import transformers
 import hf_posswap
 from hf_posswap.cli.evaluating import command_line
 from hf_posswap.comparison import Candidate, EvalSettings, compare
-from hf_posswap.comparison.environment import date_now
+from hf_posswap.comparison.results import date_now
 from hf_posswap.comparison.tables import latex
 from hf_posswap.training import byte_tokenizer
 from tests.comparison.test_names import TEXTS, gpt2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_posswap.comparison import Candidate, EvalSettings, compare, needles
+from hf_posswap.comparison import Candidate, EvalSettings, compare, measures
 from hf_posswap.comparison.tables import markdown
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import PasskeyTask, context_gain, far_context, passkey_keys
@@ -149,13 +149,13 @@ def test_the_base_too_is_told_to_gain_or_suffer_from_far_context() -> None:
 def test_needles_are_dropped_by_one_line_where_the_base_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text * 6 for text in TEXTS]
     asked: list[int] = []
-    answer = needles.answer_prompt
+    answer = measures.answer_prompt
 
     def counted(scorer: Any, ids: list[int], count: int) -> Any:
         asked.append(len(ids))
         return answer(scorer, ids, count)
 
-    monkeypatch.setattr(needles, "answer_prompt", counted)
+    monkeypatch.setattr(measures, "answer_prompt", counted)
     model = llama()
     settings: dict[str, Any] = {"lengths": (160, 320), "trials": 2, "depths": (0.5,)}
     candidates = [Candidate(model, name="base"), Candidate(model, "nope", name="nope", max_length=320)]

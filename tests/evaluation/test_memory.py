@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hf_posswap import patch_model
 from hf_posswap.errors import NotEnoughMemoryError
-from hf_posswap.evaluation import memory
-from hf_posswap.evaluation.memory import GIB, check_memory, choose_prefill, forward_need
+from hf_posswap.evaluation import cost
+from hf_posswap.evaluation.cost import GIB, check_memory, choose_prefill, forward_need
 
 ROOT = Path(__file__).resolve().parents[2]
 PEAKS = """
@@ -24,7 +24,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from hf_posswap import patch_model
 from hf_posswap.evaluation import Scorer
-from hf_posswap.evaluation.memory import choose_prefill, forward_need
+from hf_posswap.evaluation.cost import choose_prefill, forward_need
 
 def status(name):
     lines = open("/proc/self/status").read().splitlines()
@@ -104,7 +104,7 @@ def test_the_cache_and_the_scores_are_the_formulas_of_the_docstring() -> None:
 
 
 def test_pieces_are_chosen_by_model_and_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1)
+    monkeypatch.setattr(cost, "available_bytes", lambda device: 1)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=128, n_layer=1, n_head=4))
     patch_model(model, "alibi", max_length=1 << 16)
     assert choose_prefill(model, 2048) is None
@@ -133,21 +133,21 @@ def test_what_does_not_fit_is_refused_with_its_need() -> None:
 
 def test_free_memory_is_read_from_the_system_and_its_control_group(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 10 kB\nMemAvailable:    2048 kB\n")
-    assert memory._meminfo(tmp_path / "meminfo") == 2 << 20
-    assert memory._meminfo(tmp_path / "none") is None
+    assert cost._meminfo(tmp_path / "meminfo") == 2 << 20
+    assert cost._meminfo(tmp_path / "none") is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert memory._control_group(tmp_path) == 600
+    assert cost._control_group(tmp_path) == 600
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._control_group(tmp_path) is None
+    assert cost._control_group(tmp_path) is None
 
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_meminfo", lambda: 900)
-    monkeypatch.setattr(memory, "_control_group", lambda: 600)
-    assert memory.available_bytes(torch.device("cpu")) == 600
+    monkeypatch.setattr(cost, "_meminfo", lambda: 900)
+    monkeypatch.setattr(cost, "_control_group", lambda: 600)
+    assert cost.available_bytes(torch.device("cpu")) == 600
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory.available_bytes(torch.device("cpu")) == 300
+    assert cost.available_bytes(torch.device("cpu")) == 300
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "self_extend"])

@@ -12,8 +12,16 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation import Scorer
-from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, RulerPrompt, ruler_prompt, ruler_score
-from hf_posswap.evaluation.ruler_tables import ASSOCIATIONS, CATEGORIES, PEOPLE
+from hf_posswap.evaluation.ruler_lite import (
+    ASSOCIATIONS,
+    CATEGORIES,
+    IN_DOCUMENTS,
+    PEOPLE,
+    TASKS,
+    RulerPrompt,
+    ruler_prompt,
+    ruler_score,
+)
 from hf_posswap.training import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

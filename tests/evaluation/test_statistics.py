@@ -24,10 +24,14 @@ import hf_posswap
 from hf_posswap.checkpoints.example import EXAMPLE
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import measure_losses
-from hf_posswap.evaluation.paired import holm, mcnemar_p, non_inferiority, paired_change, sign_flip_p
 from hf_posswap.evaluation.statistics import (
     LEAST_DOCUMENTS,
+    holm,
+    mcnemar_p,
+    non_inferiority,
+    paired_change,
     ratio_interval,
+    sign_flip_p,
     spread_of,
     student_quantile,
     student_share,

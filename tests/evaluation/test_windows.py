@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import Scorer
-from hf_posswap.evaluation.windows import Window, sliding_windows, window_losses
+from hf_posswap.evaluation.losses import Window, sliding_windows, window_losses
 
 
 @pytest.fixture(scope="module")

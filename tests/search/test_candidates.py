@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import NTK, Linear, Yarn
-from hf_posswap.search.candidates import Candidate, Space, as_candidate, attention_choices, seed_schemes
-from hf_posswap.search.evolution import Evolution
-from hf_posswap.search.state import Progress
-from hf_posswap.search.subject import SearchSettings
+from hf_posswap.search.candidates import Candidate, SearchSettings, Space, as_candidate, attention_choices, seed_schemes
+from hf_posswap.search.evolution import Evolution, Progress
 
 WIDTHS = st.sampled_from([4, 8, 20, 64, 128])
 FACTORS = st.sampled_from([1.01, 1.5, 2.0, 4.0, 7.3, 32.0])
