@@ -62,6 +62,7 @@ def harness_model_class() -> Any:
             trust_remote_code: bool = False,
             **more: Any,
         ) -> None:
+            self._requested_length: int | None = more.get("max_length")
             device = torch.device(more.pop("device", None) or "cpu")
             revision = more.pop("revision", None)
             hub: dict[str, Any] = {TRUST: trust_remote_code} | ({"revision": revision} if revision else {})
@@ -80,7 +81,7 @@ def harness_model_class() -> Any:
         @property
         def max_length(self) -> int:
             """Maximum input length: the requested one, else the swap's maximum length, else the model's."""
-            return self._max_length or length_of(self.model) or super().max_length
+            return self._requested_length or length_of(self.model) or super().max_length
 
     register_model(NAME)(PosswapLM)
     return PosswapLM
