@@ -144,7 +144,8 @@ def compare_attention(
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = _numbers(models)
     lines, below = {n: _lines(paid, n, numbers) for n in requested}, _caption(read, by_layer)
-    draw_attention(lines, window, path, below=below, causal=_causal(paid), by_layer=by_layer, dark=dark)
+    is_causal = all(result.causal for by_length in paid.values() for result in by_length.values())
+    draw_attention(lines, window, path, below=below, causal=is_causal, by_layer=by_layer, dark=dark)
     return AttentionComparison(path, window, paid, tuple(_summaries(paid, limits, requested, window)), read.source)
 
 
@@ -174,10 +175,6 @@ def _measure(
         name: {n: attention_by_distance(model, text.tokens[:, :n]) for n in requested if _runs(limits[name], n)}
         for name, model in models.items()
     }
-
-
-def _causal(paid: dict[str, dict[int, AttentionPaid]]) -> bool:
-    return all(result.causal for by_length in paid.values() for result in by_length.values())
 
 
 def _lengths(lengths: Sequence[int] | None, window: int, factor: float, name: str) -> tuple[int, ...]:

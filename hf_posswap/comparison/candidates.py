@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _HASH_CHUNK = 1 << 26
+_SAMPLE = "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
 
 
 @dataclass(frozen=True)
@@ -253,9 +254,6 @@ def fingerprint(model: Any) -> str:
         for start in range(0, len(flat), _HASH_CHUNK):
             total.update(flat[start : start + _HASH_CHUNK].cpu().numpy().tobytes())
     return total.hexdigest()[:32]
-
-
-_SAMPLE = "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
 
 
 def tokenizer_for(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _SPLITS = ("test", "validation", "train")
 _MOST_ROWS = 100_000
 _CHARACTERS_PER_TOKEN = 32
+WHOLE, JOINED = "whole_documents", "concatenated"
+TEXT = "text"
 
 
 def stream_documents(
@@ -58,7 +60,8 @@ def stream_documents(
     seen = shorter_tokens = 0
     for seen, document in enumerate(hub_documents(source, column=column, splits=_SPLITS), 1):
         text = document.text[: length * _CHARACTERS_PER_TOKEN]
-        tokens = _tokens(text, tokenizer)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = len(ids) + (tokenizer.bos_token_id is not None)
         if tokens >= length:
             kept.append(Document(document.name, text))
         elif shorter_tokens < limit * length:
@@ -72,14 +75,6 @@ def stream_documents(
             "data set of longer documents or measure shorter lengths."
         )
     return kept if len(kept) >= min(limit, LEAST_DOCUMENTS) else [*kept, *shorter]
-
-
-def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return len(ids) + (tokenizer.bos_token_id is not None)
-
-
-WHOLE, JOINED = "whole_documents", "concatenated"
 
 
 @dataclass(frozen=True)
@@ -155,9 +150,6 @@ def _join(documents: Sequence[tuple[str, np.ndarray]], length: int) -> list[tupl
             rows.append((f"{names[0]} and {len(names) - 1} more", np.concatenate(chunks)[:length]))
             names, chunks, count = [], [], 0
     return rows
-
-
-TEXT = "text"
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,6 +29,9 @@ from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_
 from hf_posswap.evaluation.statistics import wilson_interval
 from hf_posswap.evaluation.store import unit_key
 
+Measure = Callable[[Work], Any]
+_COMPAT_STRIDE = 256
+
 
 def why_no_needles(work: Work) -> str | None:
     """Return why a needle grid would be uninformative, or None: the model finds no passkey within its own window.
@@ -111,10 +114,6 @@ def _passkey_task(work: Work) -> PasskeyTask:
     """Return the task, without its header if the window is too short for it; it is the same for every subject."""
     task = PasskeyTask(work.tokenizer)
     return task if task.shortest <= work.window else PasskeyTask(work.tokenizer, header=False)
-
-
-Measure = Callable[[Work], Any]
-_COMPAT_STRIDE = 256
 
 
 def measure_perplexity(work: Work) -> list[dict[str, Any]]:

@@ -101,12 +101,10 @@ def _difference_curve(number: int, name: str, model: dict[str, Any], rows: list[
 
 def _position_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
     rows = [row for row in _positions(model) if row["start"] >= _FIRST_POSITION] or _positions(model)
-    points = (Point(_middle(row), row["loss"], row["low"], row["high"]) for row in rows)
+    points = (
+        Point((max(row["start"], 0.5) * row["stop"]) ** 0.5, row["loss"], row["low"], row["high"]) for row in rows
+    )
     return _curve(number, name, model, tuple(points))
-
-
-def _middle(row: dict[str, Any]) -> float:
-    return (max(row["start"], 0.5) * row["stop"]) ** 0.5
 
 
 def _curve(number: int | None, name: str, model: dict[str, Any], points: tuple[Point, ...]) -> Curve:

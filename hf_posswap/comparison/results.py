@@ -30,6 +30,10 @@ from hf_posswap.report.words import scores_by_length, task_scores
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 _PROCESSORS = Path("/proc/cpuinfo")
+_CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))
+SCHEMA = 2
+RESULTS, CURVES, NEEDLES, TABLE = "results.json", "curves.csv", "needle.csv", "table.md"
+WIDE, LATEX = "results.csv", "table.tex"
 
 
 def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
@@ -175,18 +179,10 @@ def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-_CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))
-
-
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([header, *rows])
     return table.getvalue()
-
-
-SCHEMA = 2
-RESULTS, CURVES, NEEDLES, TABLE = "results.json", "curves.csv", "needle.csv", "table.md"
-WIDE, LATEX = "results.csv", "table.tex"
 
 
 def collect_results(

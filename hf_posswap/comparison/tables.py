@@ -199,41 +199,21 @@ def _passkeys_found(passkey: dict[str, Any]) -> str:
     return f"{sum(shares) / len(shares):.0%}"
 
 
-def _effective(passkey: dict[str, Any]) -> str:
-    return str(passkey["effective_length"]["length"] or "no verdict")
-
-
-def _short(short: dict[str, Any]) -> str:
-    return f"{short['loss']['difference']:+.3f}, {short['loss']['verdict']}"
-
-
-def _far(far: dict[str, Any]) -> str:
-    return f"{far_change(far)['difference']:+.3f}, {far['verdict']}"
-
-
 def _sliding(rows: list[dict[str, Any]]) -> str:
     last = rows[-1]
     return f"{last['difference']:+.3f} ({percent(last['difference'])}) at {last['length']}"
 
 
-def _retrieved(rows: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{row['length']}: {row['accuracy']:.0%}" for row in rows)
-
-
-def _near(rows: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{row['length']}: {row['cosine']:.3f}" for row in rows)
-
-
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("far context", "far_context", _far),
+    ("far context", "far_context", lambda far: f"{far_change(far)['difference']:+.3f}, {far['verdict']}"),
     ("sliding window", "against_sliding", _sliding),
     ("found", "passkey", _passkeys_found),
-    ("effective length", "passkey", _effective),
-    ("within the window", "short_reg", _short),
+    ("effective length", "passkey", lambda passkey: str(passkey["effective_length"]["length"] or "no verdict")),
+    ("within the window", "short_reg", lambda short: f"{short['loss']['difference']:+.3f}, {short['loss']['verdict']}"),
     ("tasks", "ruler_lite", _tasks),
     ("tasks kept", TASKS_KEPT, _tasks_kept),
-    ("retrieved", "retrieval", _retrieved),
-    ("near the base", "vectors", _near),
+    ("retrieved", "retrieval", lambda rows: ", ".join(f"{row['length']}: {row['accuracy']:.0%}" for row in rows)),
+    ("near the base", "vectors", lambda rows: ", ".join(f"{row['length']}: {row['cosine']:.3f}" for row in rows)),
 )
 _DIFFERENCES = ("far context", "sliding window", "within the window")
 _MEANINGS = {

@@ -372,7 +372,9 @@ class _Layout:
             return [lines], [lines]
         pieces, room = self.pieces, self._room(self.pieces)
         if self.text.in_documents:
-            headers = self._headers(room)
+            # As many documents as there is room for, at least one for each piece.
+            count = min(_MOST_PASSAGES, max(len(self.pieces), room // _PASSAGE))
+            headers = [self._encode(f"\nDocument {number}:\n") for number in range(1, count + 1)]
             room = self._room([*pieces, *headers])
             bounds = [i * room // len(headers) for i in range(len(headers) + 1)]
             pieces, cuts = self._in_documents(headers, bounds, random)
@@ -402,11 +404,6 @@ class _Layout:
             kept.append(self._encode(next(lines)))
             missing -= len(kept[-1])
         return list(itertools.chain.from_iterable(reversed(kept)))[-missing:]
-
-    def _headers(self, room: int) -> list[list[int]]:
-        """Return the beginnings of as many documents as there is room for, at least one for each piece."""
-        count = min(_MOST_PASSAGES, max(len(self.pieces), room // _PASSAGE))
-        return [self._encode(f"\nDocument {number}:\n") for number in range(1, count + 1)]
 
     def _in_documents(
         self, headers: list[list[int]], bounds: list[int], random: np.random.Generator

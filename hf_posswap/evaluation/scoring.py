@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")  # rope types whose frequencies depend on the total length
+Head = Callable[[Tensor], Tensor]
+_PROBE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,30 +78,23 @@ def reach_of(model: PreTrainedModel) -> Reach:
     try:
         report = describe_positions(model)
     except UnsupportedModelError:
-        return Reach(None, _configured_length(model), False, "no family describes it", bool(model.can_generate()))
+        return Reach(
+            None,
+            int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0),
+            False,
+            "no family describes it",
+            bool(model.can_generate()),
+        )
     causal = report.geometry.causal
     if report.sites["embedding"] != "-":
         return Reach(report.limit, report.limit, causal, "a learned table", causal)
-    types = _rope_types(model.config)
+    # Some models have one type per type of layer.
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    types = {str(entry["rope_type"]) for entry in [parameters, *nested] if entry.get("rope_type")}
     length_dependent = sorted(types & set(_LENGTH_DEPENDENT_TYPES))
     types_text = ", ".join(length_dependent or sorted(types)) or "default"
     return Reach(None, report.limit, causal and not length_dependent, f"rope type {types_text}", causal)
-
-
-def _configured_length(model: Any) -> int:
-    """Return the model's length in its config, or 0."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Return the rope types of a config; some models have one per type of layer."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(entry["rope_type"]) for entry in [parameters, *nested] if entry.get("rope_type")}
-
-
-Head = Callable[[Tensor], Tensor]
-_PROBE_TOLERANCE = 1e-4
 
 
 class Scorer:
@@ -208,7 +203,9 @@ class Scorer:
         ids = ids.to(self.model.device)
         step, skip = max(1, self.chunk // len(ids)), ids.shape[1] - 1 - count
         if self.reads_last:
-            self._forget_length(ids)
+            # One token resets stock dynamic NTK, which keeps the longest text's frequencies until a short one.
+            token = ids[:1, :1]
+            self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
         reads_last = self.reads_last if reads_last is None else reads_last
         for states, head in self._states(ids if reads_last else ids[:, :-1], start):
             needed = states[:, max(0, skip) : skip + count]
@@ -233,11 +230,6 @@ class Scorer:
                 yield output.logits, Tensor.float
             if inputs["use_cache"]:
                 inputs[cache_argument(self.model)] = cache_in(output)
-
-    def _forget_length(self, ids: Tensor) -> None:
-        """Run one token to reset stock dynamic NTK, which keeps the longest text's frequencies until a short one."""
-        token = ids[:1, :1]
-        self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
 
     def _head(self, states: Tensor) -> Tensor:
         """Return float32 logits [B, K, V] of hidden states [B, K, E]."""

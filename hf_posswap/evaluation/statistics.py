@@ -25,6 +25,8 @@ LEAST_FOR_INTERVAL = 5
 
 _DRAWN = 2**18  # scores drawn in one batch
 _SAME = 1e-12  # residuals below this share of the largest score are rounding errors
+_EXACT_DOCUMENTS = 12  # up to 4096 sign patterns are enumerated
+_CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -214,10 +216,6 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> tupl
     middle = (share + ratio / 2) / (1 + ratio)
     half = z * math.sqrt(share * (1 - share) / trials + ratio / (4 * trials)) / (1 + ratio)
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-_EXACT_DOCUMENTS = 12  # up to 4096 sign patterns are enumerated
-_CHUNK = 1000
 
 
 @dataclass(frozen=True, repr=False)

@@ -58,7 +58,11 @@ def load_tasks(names: Sequence[str], manager: Any, metadata: dict[str, Any], len
         DataError: the data cannot be read.
         MissingDependencyError: a task needs a package that is not installed.
     """
-    _seed()
+    # As the harness does before it loads tasks, so that all models answer the same questions.
+    import numpy as np
+
+    random.seed(0)
+    np.random.seed(1234)  # noqa: NPY002
     tasks: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -106,14 +110,6 @@ def _thousands(length: int) -> str:
     if unit is None:
         raise OptionError(f"BABILong has data of 1k, 2k, 4k, ... tokens, got the length {length}: give 4096, 8192, ...")
     return f"{length // unit}k"
-
-
-def _seed() -> None:
-    """Seed as the harness does before it loads tasks, so that all models answer the same questions."""
-    import numpy as np
-
-    random.seed(0)
-    np.random.seed(1234)  # noqa: NPY002
 
 
 def reads_lengths(task: Any) -> bool:

@@ -69,7 +69,10 @@ def table_of(rows: Iterable[dict[str, Any]], groups: Mapping[str, list[str]]) ->
         joined.setdefault(key, row | {"values": {}})["values"].update(row["values"])
     means = [mean for name, tasks in groups.items() for mean in _means(name, tasks, list(joined.values()))]
     table_rows = [*joined.values(), *means]
-    columns = sorted({column for row in table_rows for column in row["values"]}, key=_order)
+    columns = sorted(
+        {column for row in table_rows for column in row["values"]},
+        key=lambda column: (column == ALL, 0 if column == ALL else int(column)),
+    )
     for row in table_rows:
         row["effective_length"] = _effective(row)
     return {"columns": columns, "rows": table_rows}
@@ -172,7 +175,3 @@ def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, 
 def _begins(lengths: list[int] | None, base: list[int] | None) -> bool:
     """Tell whether a base that reads less has the first ones of the lengths: the questions of these are the same."""
     return lengths == base if lengths is None or base is None else bool(base) and lengths[: len(base)] == base
-
-
-def _order(column: str) -> tuple[bool, int]:
-    return (column == ALL, 0 if column == ALL else int(column))

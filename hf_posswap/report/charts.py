@@ -16,6 +16,7 @@ from hf_posswap.report.markup import Markup, join, tag
 
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 _LOG_STEPS = ((1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 2.0, 4.0, 6.0), (1.0, 2.0, 5.0), (1.0, 3.0))
+_TOP, _RIGHT, _BOTTOM = 22, 14, 46
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,6 @@ class Axes:
 
 
 _SIZES = (_Size("wide", 760, 380, 62, 7), _Size("narrow", 360, 300, 50, 5))
-_TOP, _RIGHT, _BOTTOM = 22, 14, 46
 
 
 def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:

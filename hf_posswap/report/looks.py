@@ -23,6 +23,8 @@ from hf_posswap.report.conclusion import is_control_entry
 from hf_posswap.report.markup import Markup, tag
 
 _DASH = "M-6,0H6"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The content security policy: a page loads no external resources."""
 
 
 def look(number: int) -> str:
@@ -99,10 +101,6 @@ def colours() -> Markup:
 def style_sheet() -> Markup:
     """Return the style sheet of every page: the models' colours, and the layout."""
     return Markup(colours() + files("hf_posswap.report").joinpath("page.css").read_text(encoding="utf-8"))
-
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The content security policy: a page loads no external resources."""
 
 
 def document(title: str, *body: Markup, style: Markup | None = None) -> str:

@@ -7,6 +7,7 @@ to read it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _SLIDING_READS = (
     "pays off where it is below that baseline."
 )
 _FIRST_POSITION = 16  # the loss of a document's first tokens would dominate the scale
+_VERSIONS = ("hf_posswap", "transformers", "torch", "python")
 
 
 def section(identity: str, title: str, lead: str, *content: Markup) -> Markup:
@@ -202,9 +204,6 @@ def retrieval(results: Results) -> Markup | None:
     return section("retrieval", "Retrieval at length", lead, line_chart(lines, axes))
 
 
-_VERSIONS = ("hf_posswap", "transformers", "torch", "python")
-
-
 def needles(results: Results) -> Markup | None:
     """Return the passkey grids side by side, and the effective lengths."""
     passkeys = {name: model["passkey"] for name, model in results["models"].items() if model.get("passkey")}
@@ -286,7 +285,10 @@ def harness(results: Results) -> Markup | None:
     if not tables:
         return None
     numbers = model_numbers(results)
-    columns = sorted({column for table in tables.values() for column in table["columns"]}, key=_length)
+    columns = sorted(
+        {column for table in tables.values() for column in table["columns"]},
+        key=lambda column: math.inf if column == "all" else int(column),
+    )
     rows = []
     for row_key in dict.fromkeys((row["task"], row["metric"]) for table in tables.values() for row in table["rows"]):
         for name, table in tables.items():
@@ -302,10 +304,6 @@ def harness(results: Results) -> Markup | None:
     )
     table = sortable(["task", "metric", *titles, "RULER length", "NoLiMa length"], rows)
     return section("harness", "Tasks of the harness", lead, table)
-
-
-def _length(column: str) -> float:
-    return float("inf") if column == "all" else int(column)
 
 
 def _score(row: dict[str, Any], column: str, *, kept: bool) -> Cell:
@@ -338,17 +336,17 @@ def cost(results: Results) -> Markup | None:
     wait = line_chart(thousandths, Axes(x, "decoding, milliseconds per token", window=window, zero=True, name_y=number))
     numbers = model_numbers(results)
     rows = [
-        (numbers[name], name, [Cell(_mib(row["cache_bytes"]), row["cache_bytes"]) for row in model["cost"][-1:]])
+        (
+            numbers[name],
+            name,
+            [Cell(f"{row['cache_bytes'] / 2**20:,.1f} MiB", row["cache_bytes"]) for row in model["cost"][-1:]],
+        )
         for name, model in results["models"].items()
         if model.get("cost")
     ]
     lead = "Speed of prefill and decoding, measured once on one machine: for orientation only."
     table = sortable(["keys and values at its longest"], rows)
     return section("cost", "Cost", lead, tag("div", speed, wait, class_="pair"), table)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
 
 
 def protocols(results: Results) -> Markup | None:

@@ -45,15 +45,12 @@ def sortable(header: Sequence[str], rows: Sequence[tuple[int, str, Sequence[Cell
             tag("td", cell.text, cell.note and tag("small", cell.note), data_order=_order(cell.order)) for cell in cells
         ]
         body.append(tag("tr", first, *rest))
-    return _scrolled(tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_="sortable"))
+    table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_="sortable")
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="table")
 
 
 def _order(value: float | None) -> str | None:
     return None if value is None else f"{value:.10g}"
-
-
-def _scrolled(table: Markup) -> Markup:
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="table")
 
 
 def heat_maps(

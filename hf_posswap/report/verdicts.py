@@ -138,10 +138,6 @@ def _effective(passkey: dict[str, Any]) -> Cell:
     return Cell("no verdict") if length is None else Cell(f"{length:,}", length)
 
 
-def _passkeys(passkey: dict[str, Any]) -> Cell:
-    return Cell(f"{share_found(passkey):.0%}", share_found(passkey))
-
-
 def _tasks(ruler: dict[str, Any]) -> Cell:
     length, score = list(task_scores(ruler).items())[-1]
     return Cell(f"{score:.0%}", score, f"at {length:,}")
@@ -182,7 +178,7 @@ _COLUMNS = (
     ("within the window, nats", "short_reg", _short),
     ("tasks, mean score", "ruler_lite", _tasks),
     ("tasks kept of the baseline's", TASKS_KEPT, _tasks_kept),
-    ("passkeys found", "passkey", _passkeys),
+    ("passkeys found", "passkey", lambda passkey: Cell(f"{share_found(passkey):.0%}", share_found(passkey))),
     ("effective length", "passkey", _effective),
     ("documents found", "retrieval", _retrieved),
     ("near the base, cosine", "vectors", _near),

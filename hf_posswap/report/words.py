@@ -12,6 +12,8 @@ from typing import Any
 from hf_posswap.report.conclusion import SIGNIFICANT, conclude, lower_or_higher, percent
 from hf_posswap.utils.format import interval_text
 
+_LONGEST_NAME = 48
+
 
 def scores_by_length(model: dict[str, Any]) -> list[dict[str, Any]]:
     """Return perplexity by length, of next tokens or of masked tokens; empty if it was not measured."""
@@ -189,9 +191,6 @@ def share_found(passkey: dict[str, Any]) -> float:
     """
     shares = [cell["share"] for cell in passkey["cells"]]
     return sum(shares) / len(shares)
-
-
-_LONGEST_NAME = 48
 
 
 @dataclass(frozen=True)

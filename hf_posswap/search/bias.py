@@ -119,11 +119,6 @@ def fit_bias(
     return PerLayer(layers=fitted_layers)  # type: ignore[arg-type]
 
 
-def check_bias(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Raise the errors of `fit_bias` for the unswapped `model`, which may be on meta, except those about tokens."""
-    check_table(unwrap(model), _checked_scheme(scheme), _OWNER, runs=False)
-
-
 def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
     """Return the minimum-norm least-squares weights [F] of a head for `wanted` [N]; NaN for zero features [F, N]."""
     free = torch.cat([features, torch.ones_like(wanted)[None]])
@@ -163,7 +158,7 @@ def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
     if isinstance(scheme, RotaryScheme):
         check_rotation(model, scheme)
     elif isinstance(scheme, LinearBias):
-        check_bias(model, scheme)
+        check_table(unwrap(model), _checked_scheme(scheme), _OWNER, runs=False)
     else:
         raise SchemeError(
             f"{scheme.name} cannot be fitted to a table. What works: alibi, t5, and rope and its variants with partial "

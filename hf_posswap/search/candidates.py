@@ -25,6 +25,8 @@ STEPS = 100
 """Grid steps per unit: divisors are whole hundredths."""
 ORIGINAL_POSITIONS = (0, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The paper's values of n-hat, without 1, which is equivalent to 0 because position 0 has no rotation."""
+OWNER = "search_longrope"
+_MOST_CANDIDATES = 100_000
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,6 @@ def attention_choices(factor: float, geometry: Geometry, seeds: Mapping[str, Rot
     pairs = next(iter(seeds.values())).rotary_dim(geometry) // 2
     longrope = LongRope(factor=factor, long_factor=(1.0,) * pairs).resolve(geometry, None)
     return tuple(sorted(choices | {longrope.filled("attention_factor")}))
-
-
-OWNER = "search_longrope"
-_MOST_CANDIDATES = 100_000
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from hf_posswap.search.candidates import Candidate, SearchSettings, Space
 from hf_posswap.utils.atomic_io import read_json, writable_folder, write_text
 
 FORMAT = 1
+TRIES = 20
+"""Number of attempts to find a new, valid candidate."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,6 @@ def _candidate(row: list[Any]) -> Candidate:
 def documents_digest(documents: np.ndarray) -> str:
     """Return a digest of the documents, token ids [N, L]."""
     return hashlib.sha256(f"{documents.shape}".encode() + documents.astype("<i8").tobytes()).hexdigest()[:16]
-
-
-TRIES = 20
-"""Number of attempts to find a new, valid candidate."""
 
 
 class Evolution:

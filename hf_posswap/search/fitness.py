@@ -25,6 +25,8 @@ from hf_posswap.text.tokens import token_stream
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
+
 
 class Interrupts:
     """Inside a `with` block, Ctrl-C is deferred to the next `check()`, or to the end of the block.
@@ -62,9 +64,6 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if error_type is None:
             self.check()
-
-
-_CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
 
 
 def leading_documents(texts: Any, tokenizer: PreTrainedTokenizerBase | None, length: int) -> np.ndarray:

@@ -34,6 +34,8 @@ from hf_posswap.text.tokens import check_token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_OWNER = "select_pairs"
+
 
 def pair_norms(x: Tensor, geometry: Geometry) -> Tensor:
     """Return the 2-norm of each rotary pair of `x` [..., D], float64 [..., R/2]."""
@@ -114,9 +116,6 @@ class _Layer(RotaryMechanism):
     def rotate_key(self, key: Tensor, prepared: CosSin) -> Tensor:
         self.keys = self.keys + pair_norms(key, self.geometry).sum(dim=(0, 2))  # [G, R/2]
         return super().rotate_key(key, prepared)
-
-
-_OWNER = "select_pairs"
 
 
 def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:

@@ -29,6 +29,10 @@ from hf_posswap.text.tokens import check_token_ids
 
 BESIDE_TABLE = Learned() + Alibi()
 """A swap that keeps the table active and gives access to the scores."""
+NEGLIGIBLE = 1e-10
+"""Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
+_EVEN = 0.05
+"""Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
 
 
 def check_table(model: Any, scheme: Scheme, owner: str, *, runs: bool = True) -> Sites:
@@ -289,12 +293,6 @@ class ProfileWatch(LayerWatch):
     def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
         """Record the scores of one head, [L, L], at the distances of `near`, bool [N]."""
         self.profile[head, near] += centred_sums(scores, self.distances[near]).cpu()
-
-
-NEGLIGIBLE = 1e-10
-"""Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
-_EVEN = 0.05
-"""Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
 
 
 class TableWatch(ProfileWatch):

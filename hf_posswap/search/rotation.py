@@ -148,7 +148,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any, *, progress: bool | None =
     """
     reporter = reporter_for(progress)
     target: Any = unwrap(model)
-    scheme, base = _checked_scheme(target), _unswapped(target)
+    scheme, base = _checked_scheme(target), unpatch_model(copy.deepcopy(target))
     sites = check_table(base, scheme, _OWNER)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
     pairs = _pairs(target, sites)
@@ -233,11 +233,6 @@ def _check_angles(scheme: Any, named: str) -> RotaryScheme:
             f"{scheme.name}:partial=0.5."
         )
     return scheme
-
-
-def _unswapped(model: Any) -> Any:
-    base = copy.deepcopy(model)
-    return unpatch_model(base)
 
 
 class _StateWatch(LayerWatch):

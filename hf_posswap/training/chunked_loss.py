@@ -19,6 +19,9 @@ from hf_posswap.training.head import BodyAndHead, inner_model, run_body_and_head
 IGNORED = -100
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 """From a chunk of states [C, E], and its slice of all states, to the sum of its tokens' losses."""
+_TOKENS = 64
+_PARAMETERS = 24  # whose gradients are compared
+_LARGEST = 1 << 27  # elements of one of them
 
 
 def causal_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Tensor | int | None = None) -> Tensor:
@@ -195,11 +198,6 @@ class _SumInChunks(torch.autograd.Function):
         states_grad = saved.pop(0) if ctx.has_states else None
         scaled = None if states_grad is None else states_grad * outer[0].to(states_grad.dtype)
         return None, scaled, None, *((g * outer[0]).to(dtype) for g, dtype in zip(saved, ctx.dtypes, strict=True))
-
-
-_TOKENS = 64
-_PARAMETERS = 24  # whose gradients are compared
-_LARGEST = 1 << 27  # elements of one of them
 
 
 def chunking_problem(model: Any, inputs: dict[str, Any], *, chunk: int, causal: bool) -> str | None:

@@ -45,6 +45,7 @@ from hf_posswap.training.head import (
 RECORDER = "posswap_relations"
 _MOST_SCORES = 2**24
 """Scores of one block of queries that are held at once."""
+Teacher = Literal["window", "sliding"]
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,6 @@ class _Divergence(torch.autograd.Function):
 def _log_relation(vectors: Tensor, queries: slice, stop: int, scale: float, seen: Tensor) -> Tensor:
     scores = vectors[:, :, queries] @ vectors[:, :, :stop].mT * scale
     return scores.masked_fill(~seen, float("-inf")).log_softmax(-1)
-
-
-Teacher = Literal["window", "sliding"]
 
 
 @dataclass(frozen=True)

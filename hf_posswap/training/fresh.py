@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 
 END_OF_TEXT = "<|endoftext|>"
+Kind = Literal["gpt2", "llama", "bert"]
+_BYTES = 256
+_SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+_CHARACTERS = 20_000_000  # of text that merges are learned from
+_DOCUMENTS = 20_000
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -56,12 +61,7 @@ def _symbols() -> list[str]:
     return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
 
 
-Kind = Literal["gpt2", "llama", "bert"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_BYTES = 256
-_SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-_CHARACTERS = 20_000_000  # of text that merges are learned from
-_DOCUMENTS = 20_000
 
 
 @dataclass(frozen=True)

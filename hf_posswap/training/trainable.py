@@ -30,6 +30,8 @@ _QUERY_KEY = {
     "key_layernorm", "query_proj", "key_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "c_attn", "query_key_value", "qkv_proj", "Wqkv", "qkv", "in_proj",
 }  # fmt: skip
+What = Literal["full", "positions", "norms_qk", "new_rows"]
+_KNOWN_TIED = ("embed_tokens", "lm_head")  # peft.utils.constants.EMBEDDING_LAYER_NAMES
 
 
 def position_names(base: Any) -> list[str]:
@@ -199,9 +201,7 @@ class FreezeRowsHook:
         return masked
 
 
-What = Literal["full", "positions", "norms_qk", "new_rows"]
 WHATS: tuple[What, ...] = get_args(What)
-_KNOWN_TIED = ("embed_tokens", "lm_head")  # peft.utils.constants.EMBEDDING_LAYER_NAMES
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,9 @@ class PosswapCallback(TrainerCallback, ExportableState):
         require: bool = True,
         digests: bool = True,
     ) -> None:
-        if max_first_loss is not None and not (_is_number(max_first_loss) and max_first_loss > 0):
+        if max_first_loss is not None and not (
+            isinstance(max_first_loss, int | float) and not isinstance(max_first_loss, bool) and max_first_loss > 0
+        ):
             raise OptionError(f"max_first_loss must be a loss above 0, or None, got {max_first_loss!r}.")
         if max_length is not None and not (type(max_length) is int and max_length > 0):
             raise OptionError(f"max_length must be a number of tokens above 0, or None, got {max_length!r}.")
@@ -183,7 +185,11 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self._step = state.global_step
         inside = model_inside(model)
         plan = self._prove(inside)
-        saved = _saved(state)
+        callbacks: Any = state.stateful_callbacks
+        saved_states = callbacks.get(PosswapCallback.__name__) if state.global_step else None
+        last = saved_states[-1] if isinstance(saved_states, list) else saved_states
+        resumed = (last or {}).get("attributes", {}).get("resumed")
+        saved = resumed if isinstance(resumed, dict) else {}
         self._refuse_another_swap(saved, inside, state.global_step)
         expected = first_loss_limit(inside) if self.max_first_loss is None else self.max_first_loss
         self._limit = math.inf if expected is None else expected
@@ -377,22 +383,9 @@ class PosswapCallback(TrainerCallback, ExportableState):
         setattr(model.config, NAME, self.record.to_dict())
 
 
-def _saved(state: TrainerState) -> dict[str, Any]:
-    """Return what this callback left in the checkpoint that a run resumes from; {}: nothing, or it does not resume."""
-    callbacks: Any = state.stateful_callbacks
-    saved_states = callbacks.get(PosswapCallback.__name__) if state.global_step else None
-    last = saved_states[-1] if isinstance(saved_states, list) else saved_states
-    resumed = (last or {}).get("attributes", {}).get("resumed")
-    return resumed if isinstance(resumed, dict) else {}
-
-
 def _is_same(then: SwapRecord | None, now: SwapRecord | None) -> bool:
     """Return whether two records name one mechanism; the weight of a blend changes while it trains."""
     if then is None or now is None:
         return then is now
     names = {then.scheme.get("name"), now.scheme.get("name")}
     return names == {"blend"} or then.is_same_mechanism(now)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

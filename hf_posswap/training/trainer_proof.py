@@ -38,6 +38,9 @@ from hf_posswap.utils.weights_digest import state_digest
 ABOVE_GUESSING = 1.5
 """Nats above a uniform guess that a first loss may have: what recipes allow a swap that needs training."""
 _PACKAGES = ("transformers", "torch", "peft", "accelerate", "trl", "sentence-transformers", "axolotl", "deepspeed")
+_ROWS = 1000
+_INPUTS = ("input_ids", "inputs_embeds")
+_DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
 def model_inside(model: Any) -> Any:
@@ -193,9 +196,6 @@ def _is_model(path: Path) -> bool:
     return isinstance(values, dict) and "model_type" in values
 
 
-_ROWS = 1000
-
-
 def dataset_digest(dataset: Any) -> str | None:
     """Return a digest of every row of `dataset`; None: they cannot be read twice alike, or hold other than plain data.
 
@@ -260,8 +260,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-_INPUTS = ("input_ids", "inputs_embeds")
-_DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 _ATTACHED: WeakKeyDictionary[Any, list[SequenceWatch]] = WeakKeyDictionary()
 """By model: what watches it."""
 

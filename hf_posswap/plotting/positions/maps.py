@@ -110,7 +110,7 @@ def draw_bias(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> l
         for row, subject in enumerate(subjects):
             positions = _sample_positions(subject.length)
             biases = numbers.scores(subject, positions, positions, query=torch.zeros(subject.geometry.head_dim))
-            heads = _example_heads(len(biases))
+            heads = [0, len(biases) // 2, len(biases) - 1]
             least, high = (float(fold(biases.nan_to_num(0))) for fold in (torch.min, torch.max))
             low = max(least, _FLOOR) - (least == high)  # a colour scale needs two different ends
             for column, head in enumerate(heads):
@@ -235,10 +235,6 @@ def _extent(at: Tensor) -> tuple[float, float, float, float]:
 def _columns(maps: int) -> int:
     """Return the number of maps in a row: at most three, and two for four maps."""
     return 2 if maps == 4 else min(3, maps)
-
-
-def _example_heads(heads: int) -> list[int]:
-    return [0, heads // 2, heads - 1]
 
 
 def _hide(panels: Sequence[object]) -> None:

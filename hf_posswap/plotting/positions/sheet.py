@@ -48,15 +48,12 @@ class Sheet:
         )
         self.figure.supxlabel(below, x=0.01, ha="left", fontsize=8, color=self.colours["faint"], wrap=True)
         for panel in self.panels:
-            self._ready(panel)
-
-    def _ready(self, panel: Axes) -> None:
-        panel.set_facecolor(self.colours["paper"])
-        panel.tick_params(colors=self.colours["ink"], labelsize=8)
-        for spine in panel.spines.values():
-            spine.set_color(self.colours["faint"])
-        for text in (panel.xaxis.label, panel.yaxis.label, panel.title):
-            text.set_color(self.colours["ink"])
+            panel.set_facecolor(self.colours["paper"])
+            panel.tick_params(colors=self.colours["ink"], labelsize=8)
+            for spine in panel.spines.values():
+                spine.set_color(self.colours["faint"])
+            for text in (panel.xaxis.label, panel.yaxis.label, panel.title):
+                text.set_color(self.colours["ink"])
 
     def name(self, panel: Axes, text: str) -> None:
         """Put the name of a panel above it, left-aligned."""

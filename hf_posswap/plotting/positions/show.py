@@ -92,10 +92,6 @@ class Drawings(tuple[Drawn, ...]):
         return html_tables.together(drawn._repr_html_() for drawn in self)
 
 
-def _rotates(subject: Shown) -> bool:
-    return subject.rotates
-
-
 def _has_fixed_turns(subject: Shown) -> bool:
     return isinstance(subject.scheme, RotaryScheme) and subject.scheme.only_rotates
 
@@ -109,22 +105,18 @@ def _reaches(subject: Shown, position: int) -> bool:
     return _has_table(subject) and (subject.name != OWN_TABLE or subject.length > position)
 
 
-def _has_scores(subject: Shown) -> bool:
-    return subject.scheme.kind != "table"
-
-
-def _has_bias(subject: Shown) -> bool:
-    return subject.scheme.kind == "bias"
-
-
 PICTURES: dict[str, Picture] = {
     "wavelengths": Picture(
         "tokens in which each rotary pair completes a turn", lines.draw_wavelengths, _has_fixed_turns
     ),
-    "scores": Picture("the attention score by distance", lines.draw_scores, _has_scores),
-    "relative": Picture("the distance that attention sees between query and key", maps.draw_relative, _rotates),
+    "scores": Picture(
+        "the attention score by distance", lines.draw_scores, lambda subject: subject.scheme.kind != "table"
+    ),
+    "relative": Picture(
+        "the distance that attention sees between query and key", maps.draw_relative, lambda subject: subject.rotates
+    ),
     "turning": Picture("rotary pairs in the plane, position by position", lines.draw_turning, _has_fixed_turns),
-    "bias": Picture("bias matrices of three heads", maps.draw_bias, _has_bias),
+    "bias": Picture("bias matrices of three heads", maps.draw_bias, lambda subject: subject.scheme.kind == "bias"),
     "table": Picture("the position table, one row per position", maps.draw_table, _has_table),
     "waves": Picture("single dimensions of the table along the positions", lines.draw_waves, _has_table),
     "similarity": Picture("the similarity of the rows of two positions", maps.draw_similarity, _has_table),

@@ -25,6 +25,16 @@ from hf_posswap.utils.user_modules import SUFFIX
 
 JSON = ".json"
 """The suffix of a scheme that is a file."""
+MOST_FILES = 100
+"""Most files that one recipe may include, directly or not; a file counts each time it is read."""
+INCLUDE, IMPORTS = "include", "imports"
+_ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
+"""Keys, and the arguments that are dropped when the key's value changes."""
+_FIRST = ("swap.scheme=", "training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
+_SCHEME = "scheme"
+_LISTS = ("sources", "stages")
+"""Keys whose values are lists of mappings; KEY.0.SUB=VALUE begins one that no file has."""
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def takes_fields(scheme: Any) -> bool:
@@ -54,18 +64,6 @@ def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     except OptionError:
         parsed = None
     return {"name": scheme} if parsed is None else {"name": parsed[0], **parsed[1]}
-
-
-MOST_FILES = 100
-"""Most files that one recipe may include, directly or not; a file counts each time it is read."""
-INCLUDE, IMPORTS = "include", "imports"
-_ARGUMENTS = {"lr_scheduler_type": "lr_scheduler_kwargs", "optim": "optim_args"}
-"""Keys, and the arguments that are dropped when the key's value changes."""
-_FIRST = ("swap.scheme=", "training.lr_scheduler_type=", "training.optim=", "peft.peft_type=")
-_SCHEME = "scheme"
-_LISTS = ("sources", "stages")
-"""Keys whose values are lists of mappings; KEY.0.SUB=VALUE begins one that no file has."""
-_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -91,6 +91,26 @@ _NO_EFFECT_ON_WEIGHTS = (
 _EVALUATION_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow evaluation results."""
 _EVALUATION_FIELDS = ("eval_", "metric_for", "greater_is")
+TYPE = "peft_type"
+PROVED = (
+    "LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "RANDLORA", "FOURIERFT", "MISS",
+)  # fmt: skip
+"""Types tested to train, save with the swap's parameters and reload unchanged (tests/training/test_peft.py)."""
+_BASE = "it changes the weights of the base, which an adapter does not carry"
+_SET_HERE = "hf_posswap sets it"
+_REFUSED_FIELDS = {
+    "base_model_name_or_path": _SET_HERE, "revision": _SET_HERE, "auto_mapping": _SET_HERE, "peft_version": _SET_HERE,
+    "inference_mode": "a frozen adapter cannot be trained",
+    "layer_replication": "the swap supports only the layers that the model has",
+    "megatron_config": "only transformers models train", "megatron_core": "only transformers models train",
+    "alora_invocation_tokens": "windows are plain documents without invocation tokens",
+    "arrow_config": "it routes between existing adapters",
+    "use_qalora": "weights are not quantized here",
+}  # fmt: skip
+_REFUSED_STARTS = {
+    "pissa": _BASE, "olora": _BASE, "corda": _BASE, "loftq": _BASE, "mica": _BASE, "lora_ga": _BASE,
+    "eva": "it starts with passes over data that a recipe does not give",
+}  # fmt: skip
 
 
 def settings_like(name: str, cls: Any, defaults: dict[str, Any]) -> Any:
@@ -192,26 +212,6 @@ def affects_weights(name: str, *, measured: bool = False) -> bool:
     return not name.startswith(_NO_EFFECT_ON_WEIGHTS) or (measured and name.startswith(_EVALUATION_FIELDS))
 
 
-TYPE = "peft_type"
-PROVED = (
-    "LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "RANDLORA", "FOURIERFT", "MISS",
-)  # fmt: skip
-"""Types tested to train, save with the swap's parameters and reload unchanged (tests/training/test_peft.py)."""
-_BASE = "it changes the weights of the base, which an adapter does not carry"
-_SET_HERE = "hf_posswap sets it"
-_REFUSED_FIELDS = {
-    "base_model_name_or_path": _SET_HERE, "revision": _SET_HERE, "auto_mapping": _SET_HERE, "peft_version": _SET_HERE,
-    "inference_mode": "a frozen adapter cannot be trained",
-    "layer_replication": "the swap supports only the layers that the model has",
-    "megatron_config": "only transformers models train", "megatron_core": "only transformers models train",
-    "alora_invocation_tokens": "windows are plain documents without invocation tokens",
-    "arrow_config": "it routes between existing adapters",
-    "use_qalora": "weights are not quantized here",
-}  # fmt: skip
-_REFUSED_STARTS = {
-    "pissa": _BASE, "olora": _BASE, "corda": _BASE, "loftq": _BASE, "mica": _BASE, "lora_ga": _BASE,
-    "eva": "it starts with passes over data that a recipe does not give",
-}  # fmt: skip
 _REFUSED_TYPES = {
     "ADALORA": "its ranks need an extra loss and schedule that objective does not add",
     **dict.fromkeys(

@@ -17,6 +17,67 @@ from typing import Any, TypeVar
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.utils.printable import brief_repr, printable
 
+_TRAINING = {
+    "optimizer.steps": "max_steps",
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.final_rate": "lr_scheduler_kwargs",
+    "optimizer.warmup": "warmup_steps",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.clip": "max_grad_norm",
+    "optimizer.batch": "per_device_train_batch_size",
+    "optimizer.accumulate": "gradient_accumulation_steps",
+    "optimizer.fused": "optim",
+    "optimizer.precision": "bf16",
+    "optimizer.seed": "seed",
+    "compute.device": "use_cpu",
+    "compute.checkpointing": "gradient_checkpointing",
+    "compute.offload": "gradient_checkpointing_kwargs",
+    "compute.compile": "torch_compile",
+    "compute.workers": "dataloader_num_workers",
+    "save.every": "save_steps",
+    "save.keep": "save_total_limit",
+    "save.push": "hub_model_id",
+    "save.private": "hub_private_repo",
+    "watch.log_every": "logging_steps",
+    "watch.report_to": "report_to",
+    "watch.evaluate_every": "eval_steps",
+}
+_PEFT = {
+    "train.target": "target_modules",
+    "train.rank": "r",
+    "train.alpha": "lora_alpha",
+    "train.dropout": "lora_dropout",
+}
+_KEPT = ("what", "embeddings", "norms", "positions_rate", "layer_decay")
+SECTIONS = {
+    "optimizer": "training",
+    "compute": "training",
+    "save": "training",
+    "watch": "training",
+    "train": "trainable",
+}
+"""Removed sections, and the section that now has most of their keys."""
+Location = tuple[str | int, ...]
+_UNKNOWN = "unexpected_keyword_argument"
+_EXPECTED_TEXTS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "dict": "keys and values",
+    "mapping": "keys and values",
+    "dataclass": "keys and values",
+}
+"""What was expected, by the first word of pydantic's error type."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -70,42 +131,6 @@ class Problems:
         return not any(key == doubted or key.startswith((f"{doubted}.", f"{doubted}[")) for doubted in self.doubted)
 
 
-_TRAINING = {
-    "optimizer.steps": "max_steps",
-    "optimizer.learning_rate": "learning_rate",
-    "optimizer.schedule": "lr_scheduler_type",
-    "optimizer.final_rate": "lr_scheduler_kwargs",
-    "optimizer.warmup": "warmup_steps",
-    "optimizer.weight_decay": "weight_decay",
-    "optimizer.beta1": "adam_beta1",
-    "optimizer.beta2": "adam_beta2",
-    "optimizer.clip": "max_grad_norm",
-    "optimizer.batch": "per_device_train_batch_size",
-    "optimizer.accumulate": "gradient_accumulation_steps",
-    "optimizer.fused": "optim",
-    "optimizer.precision": "bf16",
-    "optimizer.seed": "seed",
-    "compute.device": "use_cpu",
-    "compute.checkpointing": "gradient_checkpointing",
-    "compute.offload": "gradient_checkpointing_kwargs",
-    "compute.compile": "torch_compile",
-    "compute.workers": "dataloader_num_workers",
-    "save.every": "save_steps",
-    "save.keep": "save_total_limit",
-    "save.push": "hub_model_id",
-    "save.private": "hub_private_repo",
-    "watch.log_every": "logging_steps",
-    "watch.report_to": "report_to",
-    "watch.evaluate_every": "eval_steps",
-}
-_PEFT = {
-    "train.target": "target_modules",
-    "train.rank": "r",
-    "train.alpha": "lora_alpha",
-    "train.dropout": "lora_dropout",
-}
-_KEPT = ("what", "embeddings", "norms", "positions_rate", "layer_decay")
-
 OLD: dict[str, tuple[str, str]] = {
     **{old: (f"training.{new}", "TrainingArguments calls it") for old, new in _TRAINING.items()},
     **{old: (f"peft.{new}", "PEFT calls it") for old, new in _PEFT.items()},
@@ -116,35 +141,9 @@ OLD: dict[str, tuple[str, str]] = {
     "stages[].steps": ("stages[].max_steps", "TrainingArguments calls it"),
 }
 """Old key to new key, and the words that join them in the message."""
-SECTIONS = {
-    "optimizer": "training",
-    "compute": "training",
-    "save": "training",
-    "watch": "training",
-    "train": "trainable",
-}
-"""Removed sections, and the section that now has most of their keys."""
 
 
 T = TypeVar("T")
-Location = tuple[str | int, ...]
-
-_UNKNOWN = "unexpected_keyword_argument"
-_EXPECTED_TEXTS = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "path": "a path",
-    "list": "a list",
-    "tuple": "a list",
-    "set": "a list",
-    "dict": "keys and values",
-    "mapping": "keys and values",
-    "dataclass": "keys and values",
-}
-"""What was expected, by the first word of pydantic's error type."""
 
 
 def read(cls: type[T], values: Any, problems: Problems, key: str = "") -> T:

@@ -16,6 +16,21 @@ from hf_posswap.training.data.settings import DataSettings, Source
 
 SPLITS = ("train", "validation", "test")
 """Splits of a data set to take, in this order, if none is named."""
+Say = Callable[[str], None]
+_QUIET_SECONDS = 10.0
+_LEFT_OUT = {
+    "documents_too_short": "documents shorter than min_tokens",
+    "documents_not_read": "documents by upsample",
+    "without_loss": "rows without a token that the loss counts",
+    "windows_without_loss": "windows without a token that the loss counts",
+    "tokens_truncated": "tokens of chats beyond a window",
+}
+_NOTES = {
+    "diverging_prompts": "for {count} of its prompts, the prompt's tokens are not the first ones of prompt and "
+    "completion: there the completion begins where they diverge. End prompts at a token's end, such as before a space",
+    "unstopped": "in {count} of its chats, the token after the assistant's text is not counted, so that the model may "
+    "not learn to stop: put it into the {{% generation %}} block of the chat template",
+}
 
 
 def require_sources(settings: DataSettings) -> None:
@@ -115,10 +130,6 @@ def source_identity(source: Source) -> dict[str, Any]:
     return identity | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]}
 
 
-Say = Callable[[str], None]
-_QUIET_SECONDS = 10.0
-
-
 class TokenizingProgress:
     """Reports the progress of tokenizing documents.
 
@@ -174,21 +185,6 @@ def count_documents(source: Source) -> int | None:
         available = len(files) if all(path.suffix in TEXT_FILES for path in files) else None
     limits = [number for number in (available, source.documents) if number is not None]
     return min(limits, default=None)
-
-
-_LEFT_OUT = {
-    "documents_too_short": "documents shorter than min_tokens",
-    "documents_not_read": "documents by upsample",
-    "without_loss": "rows without a token that the loss counts",
-    "windows_without_loss": "windows without a token that the loss counts",
-    "tokens_truncated": "tokens of chats beyond a window",
-}
-_NOTES = {
-    "diverging_prompts": "for {count} of its prompts, the prompt's tokens are not the first ones of prompt and "
-    "completion: there the completion begins where they diverge. End prompts at a token's end, such as before a space",
-    "unstopped": "in {count} of its chats, the token after the assistant's text is not counted, so that the model may "
-    "not learn to stop: put it into the {{% generation %}} block of the chat template",
-}
 
 
 def data_notes(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -22,6 +22,11 @@ from hf_posswap.training.data.store import TokenStore
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+IGNORED = -100
+_HIDDEN, _SWAPPED = 0.8, 0.1
+_BLOCK = 1000
+_ITEM = 2  # separates the random draws of items from those of the order, which use the same seed
+
 
 def pose_draw(size: int, text: int, target: int, random: np.random.Generator) -> tuple[int, int, np.ndarray]:
     """Return the first piece's length, the start of the second in the text, and the positions, int64 [size].
@@ -56,10 +61,6 @@ def random_positions(size: int, target: int, random: np.random.Generator) -> np.
         True
     """
     return np.sort(random.choice(target, size, replace=False, shuffle=False))
-
-
-IGNORED = -100
-_HIDDEN, _SWAPPED = 0.8, 0.1
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,6 @@ def make_masking(tokenizer: PreTrainedTokenizerBase, share: float) -> Masking:
     return Masking(share, int(mask), replacement_ids, tuple(wrapped[:start]), tuple(wrapped[start + len(plain) :]))
 
 
-_BLOCK = 1000
-
-
 class Order:
     """Maps an item's index to a source and a window of it.
 
@@ -179,9 +177,6 @@ def _whole_shares(shares: np.ndarray, total: int) -> np.ndarray:
         index = int(np.argmax(remainder)) if too_few else int(np.argmin(np.where(whole > 1, remainder, np.inf)))
         whole[index] += 1 if too_few else -1
     return whole
-
-
-_ITEM = 2  # separates the random draws of items from those of the order, which use the same seed
 
 
 @dataclass(frozen=True, eq=False)

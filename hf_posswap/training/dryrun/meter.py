@@ -26,6 +26,9 @@ _ROWS = (aten.embedding, aten.index, aten.gather, aten.index_select)
 """Operators that read only as many bytes of their table as they return."""
 ALL_REDUCE = 2
 """Passes of a ring all-reduce; a gather or scatter has one."""
+Kinds = Callable[[], dict[int, str]]
+"""Returns the kind of memory by storage key; keys without one are activations."""
+OTHERS = "activations"
 
 
 @dataclass
@@ -152,11 +155,6 @@ def ring_bytes(passes: int, size: int) -> int:
     """Return the bytes that a process sends in `passes` ring passes over a tensor of `size` bytes."""
     count = dist.get_world_size()
     return passes * size * (count - 1) // count
-
-
-Kinds = Callable[[], dict[int, str]]
-"""Returns the kind of memory by storage key; keys without one are activations."""
-OTHERS = "activations"
 
 
 @dataclass

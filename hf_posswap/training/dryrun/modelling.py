@@ -114,7 +114,11 @@ def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:
     plan = None
     if scheme is not None:
         options = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
-        _fill_table(model, sites.table_path)
+        # A new table may take its scale from the old table's values, and values change no size.
+        path = sites.table_path
+        table = None if path is None else get(model, path)
+        if isinstance(table, nn.Embedding):
+            table.weight = nn.Parameter(torch.ones(table.weight.shape, dtype=table.weight.dtype))
         plan = swap_plan(patch_model(model, scheme, **options))
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
     teacher = None
@@ -145,13 +149,6 @@ def _build_model(recipe: Recipe, mode: Any) -> Any:
     finally:
         torch.set_default_dtype(default_dtype)
     return made_fake(mode, model).eval()
-
-
-def _fill_table(model: Any, path: str | None) -> None:
-    """Fill the old table with real values: a new table may take its scale from them, and values change no size."""
-    table = None if path is None else get(model, path)
-    if isinstance(table, nn.Embedding):
-        table.weight = nn.Parameter(torch.ones(table.weight.shape, dtype=table.weight.dtype))
 
 
 def objective_of(recipe: Recipe, fake: FakeModel) -> Objective:

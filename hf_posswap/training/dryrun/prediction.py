@@ -20,6 +20,10 @@ _RESERVED = GIB
 _FRAGMENTED = 0.04
 """Share of the memory that the caching allocator loses to fragmentation."""
 _HALF = (torch.bfloat16, torch.float16)
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(GB|GiB|MB|MiB|G|M)?", re.IGNORECASE)
+_UNITS = {"m": 1 << 20, "g": GIB}
+_HOUR = 3600
+KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "activations", "buffers")
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,6 @@ CARDS = {
     ),
 }  # fmt: skip
 """Known cards by name. The link is one direction's bandwidth."""
-_SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(GB|GiB|MB|MiB|G|M)?", re.IGNORECASE)
-_UNITS = {"m": 1 << 20, "g": GIB}
 
 
 def card_of(name: str) -> Card:
@@ -103,10 +105,6 @@ def card_of(name: str) -> Card:
     if card.usable <= 0:
         raise OptionError(f"--gpu {name}: CUDA itself takes about 1 GB; give the memory of a GPU, such as 24GB.")
     return card
-
-
-_HOUR = 3600
-KINDS = ("weights", "gathered weights", "teacher", "gradients", "optimizer", "activations", "buffers")
 
 
 @dataclass(frozen=True, repr=False)

@@ -27,6 +27,7 @@ from hf_posswap.utils.threads import PROCESS
 _FSDP = "accelerate/fsdp2"
 _GPUS = (2, 4, 8, 16, 32, 64)
 _CHUNK = 1024
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,6 @@ def _adapted(change: Change) -> Change:
 
 def _training(recipe: Recipe, **values: Any) -> Recipe:
     return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, **values))
-
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,6 +25,10 @@ from hf_posswap.utils.devices import standing_for
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # largest head dimension of the flash kernel
+aten = torch.ops.aten
+_UNFILLED = (aten.empty.memory_format, aten.empty_strided.default)
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+_LARGE = 1 << 28  # bytes: larger tensors are always fake
 
 
 @contextmanager
@@ -85,12 +89,6 @@ def _attention(
     return efficient_output
 
 
-aten = torch.ops.aten
-_UNFILLED = (aten.empty.memory_format, aten.empty_strided.default)
-_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
-_LARGE = 1 << 28  # bytes: larger tensors are always fake
-
-
 class FakeStep(Watch):
     """Keeps the values of small tensors that do not depend on weights; all others are fake.
 
@@ -115,21 +113,19 @@ class FakeStep(Watch):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake = any(map(is_fake, tensors_in(args, kwargs)))
         if fake and reads_number(func):
-            return self._number(args[0])
+            tensor = args[0]
+            if self._in_step:
+                raise UnsupportedModelError(
+                    "a dry run has no weights, and the step reads a value computed from them: this model, scheme or "
+                    "objective cannot be dry-run. Use the estimate that posswap train prints before its first step."
+                )
+            return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
         if fake and func in _INDEXED:
             args = (args[0], _masks_as_indices(args[1]), *args[2:])
         if fake or self._is_unfilled(func, kwargs) or self._is_large(func, args, kwargs):
             with self.mode:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _number(self, tensor: Tensor) -> bool | int | float:
-        if self._in_step:
-            raise UnsupportedModelError(
-                "a dry run has no weights, and the step reads a value computed from them: this model, scheme or "
-                "objective cannot be dry-run. Use the estimate that posswap train prints before its first step."
-            )
-        return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
 
     def _is_unfilled(self, func: Any, kwargs: dict[str, Any]) -> bool:
         dtype = kwargs.get("dtype") or torch.get_default_dtype()

@@ -32,6 +32,7 @@ _REFUSED_KEYS = {
     "scheduler": "training.lr_scheduler_type would be lost: leave it out, the recipe has one",
     "tensor_parallel": "it splits the heads that a swap relies on: leave it out",
 }
+_OLD_NAME = "gradient_checkpointing"
 
 
 def configuration(given: str | dict[str, Any]) -> dict[str, Any]:
@@ -118,9 +119,6 @@ def problem_of(config: dict[str, Any], recipe: Recipe) -> str | None:
     return None
 
 
-_OLD_NAME = "gradient_checkpointing"
-
-
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Return the arguments of a Trainer that saves checkpoints in `folder`: `training` and the fixed values.
 
@@ -133,20 +131,16 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """
     try:
         arguments = TrainingArguments(**argument_values(recipe, folder))
-        _try_schedule(arguments)
+        # A schedule for a dummy optimizer refuses bad arguments before a model loads.
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
+        warmup = arguments.get_warmup_steps(arguments.max_steps)
+        steps: dict[str, Any] = {"num_warmup_steps": warmup, "num_training_steps": arguments.max_steps}
+        scheduler_kwargs: Any = arguments.lr_scheduler_kwargs
+        get_scheduler(arguments.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=scheduler_kwargs)
     except (ValueError, ImportError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(f"training: {' '.join(str(error).split())}") from error
     use_one_gpu(arguments)  # a process without a launcher may see several
     return arguments
-
-
-def _try_schedule(arguments: TrainingArguments) -> None:
-    """Build the schedule for a dummy optimizer, so that bad arguments are refused before a model loads."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
-    warmup = arguments.get_warmup_steps(arguments.max_steps)
-    steps: dict[str, Any] = {"num_warmup_steps": warmup, "num_training_steps": arguments.max_steps}
-    scheduler_kwargs: Any = arguments.lr_scheduler_kwargs
-    get_scheduler(arguments.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=scheduler_kwargs)
 
 
 def argument_values(recipe: Recipe, folder: Path) -> dict[str, Any]:

@@ -32,6 +32,15 @@ from hf_posswap.utils.atomic_io import read_json, read_object, write_json
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.weights_digest import weights_digest
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_WRITER_MESSAGES = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
+"""Messages of safetensors, torch (twice) and tokenizers for a failed write: they raise their own error types."""
+_ADAPTER = "adapter_model.safetensors"
+SEAL = "posswap-checkpoint.json"
+UNFINISHED = ".unfinished"
+"""Folder next to the checkpoints in which all processes write the next one."""
+_NAME = re.compile(r"checkpoint-(\d+)")
+
 
 def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     """Return what in the recipe and the launch affects the trained weights."""
@@ -56,11 +65,6 @@ def base_identity(model: Any) -> dict[str, Any]:
     """
     config = json.loads(unwrap(model).config.to_json_string())
     return {"config of the base": without_origin(config), "weights of the base": weights_digest(model)}
-
-
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-_WRITER_MESSAGES = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
-"""Messages of safetensors, torch (twice) and tokenizers for a failed write: they raise their own error types."""
 
 
 @contextmanager
@@ -90,9 +94,6 @@ def _is_about_writing(error: Exception) -> bool:
     return not isinstance(error, OSError) and any(text in str(error) for text in _WRITER_MESSAGES)
 
 
-_ADAPTER = "adapter_model.safetensors"
-
-
 def load_weights(model: Any, folder: Path) -> None:
     """Load the weights in `folder` into `model`; adapter weights into a PEFT model.
 
@@ -118,7 +119,9 @@ def load_weights(model: Any, folder: Path) -> None:
     if mismatched:
         raise CheckpointError(f"the weights in {folder} do not fit the model: different shape for {mismatched[:8]}.")
     integers = [
-        name for name, parameter in model.state_dict().items() if name in state and _is_integer(parameter, state[name])
+        name
+        for name, parameter in model.state_dict().items()
+        if name in state and parameter.is_floating_point() and not state[name].is_floating_point()
     ]
     if integers:
         raise CheckpointError(f"the weights in {folder} do not fit the model: integers for {sorted(integers)[:8]}.")
@@ -130,10 +133,6 @@ def load_weights(model: Any, folder: Path) -> None:
             f"the weights in {folder} do not fit the model: missing {missing[:8]}, unknown "
             f"{sorted(load_result.unexpected_keys)[:8]}."
         )
-
-
-def _is_integer(parameter: Any, stored: Any) -> bool:
-    return parameter.is_floating_point() and not stored.is_floating_point()
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -153,12 +152,6 @@ def _load_adapter(model: Any, folder: Path) -> None:
         raise CheckpointError(
             f"the adapter in {folder} does not fit: unknown {sorted(load_result.unexpected_keys)[:8]}."
         )
-
-
-SEAL = "posswap-checkpoint.json"
-UNFINISHED = ".unfinished"
-"""Folder next to the checkpoints in which all processes write the next one."""
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def seal(folder: Path, step: int, identity: dict[str, Any]) -> None:

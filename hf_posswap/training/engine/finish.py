@@ -42,6 +42,15 @@ _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 _NONE = (None, "", "")
 _BASE = "weights of the base"
 _DATA = "documents of "
+REPORT = "report.json"
+_UNITS = {
+    "next-token": "nats a token",
+    "longce": "nats a token, weighted by longce",
+    "masked": "nats a masked token",
+    "distill": "nats a token, with the teacher's share",
+    "embedding": "1 - cosine to the unswapped encoder",
+    "contrastive": "nats a text",
+}
 
 
 def leave_record(
@@ -183,17 +192,6 @@ def _held_out(recipe: Recipe, *, causal: bool) -> tuple[Any, TokenData]:
 
 def _on_device(model: Any, recipe: Recipe) -> Any:
     return model if on_cpu(recipe) else model.to("cuda" if torch.cuda.is_available() else "mps")
-
-
-REPORT = "report.json"
-_UNITS = {
-    "next-token": "nats a token",
-    "longce": "nats a token, weighted by longce",
-    "masked": "nats a masked token",
-    "distill": "nats a token, with the teacher's share",
-    "embedding": "1 - cosine to the unswapped encoder",
-    "contrastive": "nats a text",
-}
 
 
 def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:

@@ -235,13 +235,11 @@ def short_windows(
     flags = [np.ones(len(ids), dtype=bool) for ids in documents] if counted is None else counted
     pairs = [(ids[:window], kept[:window]) for ids, kept in zip(documents, flags, strict=True)]
     pairs = [pair for pair in pairs if pair[1][1:].any()] or [(ids, np.ones_like(kept)) for ids, kept in pairs]
-    chosen = [pair for pair in pairs if len(pair[0]) == window][:_SHORT_WINDOWS] or [max(pairs, key=_tokens)]
+    chosen = [pair for pair in pairs if len(pair[0]) == window][:_SHORT_WINDOWS] or [
+        max(pairs, key=lambda pair: len(pair[0]))
+    ]
     ids, kept = (torch.from_numpy(np.stack(rows)) for rows in zip(*chosen, strict=True))
     return {"input_ids": ids.long(), "labels": ids.long().masked_fill(~kept, IGNORED)}
-
-
-def _tokens(pair: tuple[np.ndarray, np.ndarray]) -> int:
-    return len(pair[0])
 
 
 def windows_with_loss(windows: Sequence[dict[str, Tensor]] | TokenWindows, most: int, *, rows: int = 2) -> list[int]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 
 _KEPT = ("loss", "grad_norm", "learning_rate")
+_SMOOTHED = 30  # fewer points are not smoothed
+_PARTS = 15  # the running mean covers one of this many parts of a curve
+_FIRST_COLOUR = 2  # blue: grey and black are for unswapped models
 
 
 class RunLog:
@@ -170,11 +173,6 @@ def tensorboard_callback(folder: Path, after: int = 0) -> TrainerCallback:
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error.strerror or error}. Choose another out.") from error
     return TensorBoardCallback(writer)
-
-
-_SMOOTHED = 30  # fewer points are not smoothed
-_PARTS = 15  # the running mean covers one of this many parts of a curve
-_FIRST_COLOUR = 2  # blue: grey and black are for unswapped models
 
 
 def draw_losses(

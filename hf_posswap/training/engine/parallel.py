@@ -31,6 +31,7 @@ _OF_DEEPSPEED = {
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 """From the items of a batch to the arguments of a forward."""
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,6 @@ def collator_of(launch: Launch, collate: Collate) -> Collate:
         return {"position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()} | batch
 
     return with_positions
-
-
-_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 def as_launched(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -154,10 +154,6 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     return result
 
 
-def _has_sentences() -> bool:
-    return importlib.util.find_spec("sentence_transformers") is not None
-
-
 def _rows(recipe: Recipe, run: Run) -> int:
     """Return the rows of data.length tokens that one step reads on all processes."""
     training = recipe.training
@@ -243,7 +239,7 @@ def _write_model(trainer: PosswapTrainer, prepared: Prepared, folder: Path, reci
             gathered.rename(temporary)
         else:
             write_files(prepared.model.eval(), temporary, prepared.tokenizer)
-        if recipe.objective.kind in SENTENCES and _has_sentences():
+        if recipe.objective.kind in SENTENCES and importlib.util.find_spec("sentence_transformers") is not None:
             assert prepared.plan is not None
             write_sentence_files(recipe.model, temporary, prepared.plan.max_length)
 

@@ -250,7 +250,9 @@ def load_model(recipe: Recipe) -> Any:
     options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
     if settings.attention is not None:
         options["attn_implementation"] = settings.attention
-    options |= {TRUST: settings.trust_remote_code} | _revision(recipe)
+    options |= {TRUST: settings.trust_remote_code} | (
+        {} if recipe.model.revision is None else {"revision": recipe.model.revision}
+    )
     return load(settings.source, **options)
 
 
@@ -276,10 +278,6 @@ def stop_at(model: Any, token: int) -> None:
     stops = generation.eos_token_id
     stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     generation.eos_token_id = token if stops in ([], [token]) else [token, *(stop for stop in stops if stop != token)]
-
-
-def _revision(recipe: Recipe) -> dict[str, Any]:
-    return {} if recipe.model.revision is None else {"revision": recipe.model.revision}
 
 
 def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> Any:
@@ -324,13 +322,8 @@ def swap_arguments(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) ->
         scheme: of the swap; None: no swap.
         has_table: whether the model has a position table, whose length limits a blend.
     """
-    length = _max_length(recipe, scheme, has_table=has_table)
+    length = None if isinstance(scheme, Blend) and has_table else recipe.swap.max_length
     return {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
-
-
-def _max_length(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) -> int | None:
-    """Return the length of the swap; a blend is limited to the old table's length."""
-    return None if isinstance(scheme, Blend) and has_table else recipe.swap.max_length
 
 
 def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], launch: Launch, *, causal: bool) -> tuple[int, str]:

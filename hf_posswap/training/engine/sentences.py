@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from hf_posswap.utils.user_paths import expand_home
 IGNORED = -100
 Around = tuple[int, int]
 """Special tokens before and after a text."""
+_MODULES = "modules.json"
+_ENCODER = "sentence_bert_config.json"
 
 
 @dataclass(frozen=True)
@@ -188,15 +189,6 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return float(1 - functional.cosine_similarity(actual, expected, dim=-1).mean())
 
 
-def behind_the_encoder(modules: Sequence[nn.Module]) -> Pooling:
-    """Return the modules after the first of a sentence-transformers model as a Pooling, frozen, in eval mode."""
-    return Pooling(tuple(module.requires_grad_(False).eval() for module in modules[1:]))
-
-
-_MODULES = "modules.json"
-_ENCODER = "sentence_bert_config.json"
-
-
 def is_sentence_model(settings: ModelSettings) -> bool:
     """Return whether the base has the module list of a sentence-transformers model.
 
@@ -230,7 +222,7 @@ def pooling_of(settings: ModelSettings) -> Pooling:
             f"{settings.name} starts with a {type(modules[0]).__name__}: expected a transformers encoder followed by "
             "pooling. Train the encoder by itself."
         )
-    return behind_the_encoder(modules)
+    return Pooling(tuple(module.requires_grad_(False).eval() for module in modules[1:]))
 
 
 def write_sentence_files(settings: ModelSettings, folder: Path, length: int) -> None:
@@ -263,16 +255,12 @@ def _load(settings: ModelSettings) -> Any:
         raise MissingDependencyError("sentence-transformers", "sentences") from error
     trust_remote_code = settings.trust_remote_code
     if not trust_remote_code:
-        _refuse_modules(settings)
+        # Before 6.0 sentence-transformers imports modules that are not its own without asking.
+        path = file_of(settings.name, _MODULES, revision=settings.revision)
+        for module in [] if path is None else read_json(path):
+            if not str(module.get("type")).startswith("sentence_transformers."):
+                raise RemoteCodeError(settings.name)
     with refused_code(settings.name, trust_remote_code):
         return SentenceTransformer(
             settings.name, revision=settings.revision, device="cpu", trust_remote_code=trust_remote_code
         )
-
-
-def _refuse_modules(settings: ModelSettings) -> None:
-    """Refuse modules that are not sentence-transformers classes: before 6.0 it imports them without asking."""
-    path = file_of(settings.name, _MODULES, revision=settings.revision)
-    for module in [] if path is None else read_json(path):
-        if not str(module.get("type")).startswith("sentence_transformers."):
-            raise RemoteCodeError(settings.name)

@@ -26,6 +26,10 @@ FitRotation = Callable[[Any, Sequence[np.ndarray]], object]
 """From a swapped model, whose weights it changes, and rows of token ids, to a printable summary of the fit."""
 Near = Callable[[Any, Any, Any, Sequence[np.ndarray], Sequence[int]], list[dict[str, Any]]]
 """From an encoder, its base, their tokenizer, documents and lengths, to the similarity of vectors, a row per length."""
+LEAST_TOKENS = 2
+"""Least tokens of a document that have a loss."""
+_LEAST_TEXT = 16
+"""Least tokens, with special ones, at which a vector is worth comparing."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,6 @@ class Services:
     fit_bias: FitBias | None = None
     fit_rotation: FitRotation | None = None
     reporter: Reporter | None = None
-
-
-LEAST_TOKENS = 2
-"""Least tokens of a document that have a loss."""
-_LEAST_TEXT = 16
-"""Least tokens, with special ones, at which a vector is worth comparing."""
 
 
 def lengths_of(recipe: Recipe, documents: Sequence[np.ndarray], *, whole: bool = False) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ from hf_posswap.training.engine.objectives import Objective
 from hf_posswap.training.engine.parallel import shard_on_cpus
 
 ADVANCED = "stage_done"
+Groups = Callable[[Any], list[dict[str, Any]]]
+"""From the model, wrapped or not, to the parameter groups of the optimizer."""
 
 
 class LossExplosionCallback(TrainerCallback):
@@ -129,10 +131,6 @@ def stage_done_at(checkpoint: Path | None) -> int | None:
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     ends = [entry["step"] for entry in state.log_history if entry.get(ADVANCED)]
     return ends[-1] if ends and ends[-1] == state.global_step else None
-
-
-Groups = Callable[[Any], list[dict[str, Any]]]
-"""From the model, wrapped or not, to the parameter groups of the optimizer."""
 
 
 class PosswapTrainer(SavingTrainer):
