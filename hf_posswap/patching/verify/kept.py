@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap
@@ -78,8 +79,8 @@ def _at_work(scheme: Scheme, model: Any, swap: AppliedSwap, stack: Stack, positi
         return scheme
     added = within.added if isinstance(within, Sum) else (within,)
     path = next(e.path for e in swap.plan.edits if isinstance(e, AddMechanism) and e.stack == stack.name)
-    whole: Any = model.get_submodule(path)
-    terms: list[Any] = list(whole.terms) if isinstance(whole, SumMechanism) else [whole]
+    whole: Any = model.get_submodule(path)  # or PEFT's wrapper, which gives what its active copy has
+    terms: list[Any] = list(whole.terms) if isinstance(original_of(whole), SumMechanism) else [whole]
     left = [term for term, made in zip(added, terms, strict=True) if not _does_nothing(made, positions, stack.geometry)]
     left = [term for term in (table, within.native if isinstance(within, Sum) else None) if term is not None] + left
     return left[0] if len(left) == 1 else scheme
