@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posswap.checkpoints.exports.claims_table import claims_markdown
-from hf_posswap.checkpoints.overriding.facts import facts_markdown
+from hf_posswap.checkpoints.exports.rules import claims_markdown
+from hf_posswap.checkpoints.overriding import facts_markdown
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 PAGE = Path(__file__).resolve().parents[1] / ".docs" / "pages" / "serving.md"

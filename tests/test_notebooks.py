@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import hf_posswap
 from hf_posswap import Candidate, EvalSettings, Evaluation, NoPE, compare, patch_model, swap_plan, verify_swap
-from hf_posswap.checkpoints.native.convert import convert
+from hf_posswap.checkpoints.native import convert
 from hf_posswap.comparison import compare_attention, read_documents
 from hf_posswap.evaluation import KeySpans, find_key_spans, reach_of, ruler_prompt
 from hf_posswap.evaluation.scoring import Scorer

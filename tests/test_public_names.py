@@ -92,7 +92,7 @@ def test_a_public_name_loads_no_part_above_its_home(loaded: dict[str, set[str]],
     [
         ("plan_swap", ("patching.apply", "patching.verify", "patching.tools", "patching.inspect")),
         ("patch_model", ("patching.inspect", "patching.tools")),
-        ("load", ("checkpoints.native", "checkpoints.exports", "checkpoints.doctor_checks", "checkpoints.push")),
+        ("load", ("checkpoints.native", "checkpoints.exports", "checkpoints.doctor", "checkpoints.push")),
         ("save", ("checkpoints.load", "checkpoints.push", "checkpoints.native")),
         ("Candidate", ("comparison.run", "evaluation.retrieval")),
         ("EvalSettings", ("comparison.run", "comparison.candidates")),

@@ -7,7 +7,7 @@ from pathlib import Path
 from hf_posswap.advice.case import Case
 from hf_posswap.advice.commands import line
 from hf_posswap.advice.weighing import Option
-from hf_posswap.checkpoints.overriding.run import overrides
+from hf_posswap.checkpoints.overriding import overrides
 from hf_posswap.errors import PosswapError
 from hf_posswap.utils.gguf_source import checkpoint_of
 

@@ -8,7 +8,7 @@ from typing import Any
 from hf_posswap.advice.case import Case
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import judge
-from hf_posswap.checkpoints.native.suggesting import RUN_PLUGINS, stock_config
+from hf_posswap.checkpoints.native import RUN_PLUGINS, stock_config
 from hf_posswap.errors import SchemeError, UnsupportedModelError
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.schemes import Scheme

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.checking.formulas import SCALED, rope_angles, rope_type_of, theta_of
-from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.families.rope_config import buffer_name, factor_of, inv_freq_names, parameters_of, rope_sets
 
 _REBUILD = "Set rope_parameters in the config before the model is built: config = AutoConfig.from_pretrained(...), "

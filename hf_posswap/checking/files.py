@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_posswap.checking.formulas import rope_type_of
 from hf_posswap.checking.settings import THETAS
-from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.families.rope_config import config_parts
 
 _SETTINGS = ("rope_parameters", "rope_scaling")

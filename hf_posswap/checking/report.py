@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.errors import PositionCheckError
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import said_by

@@ -24,10 +24,9 @@ from hf_posswap.checking.settings import (
     table_findings,
     theta_findings,
 )
-from hf_posswap.checkpoints.doctor_checks.diagnose import config_findings, diagnose
-from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding, worst_first
-from hf_posswap.checkpoints.doctor_checks.model_traps import Layout, length_findings, setting_findings
-from hf_posswap.checkpoints.doctor_checks.reading import Chart, read_chart, read_json_of
+from hf_posswap.checkpoints.doctor import Layout, config_findings, diagnose, length_findings, setting_findings
+from hf_posswap.checkpoints.doctor_files import Chart, read_chart, read_json_of
+from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding, worst_first
 from hf_posswap.checkpoints.load import load
 from hf_posswap.compat.torch_modules import unchanged
 from hf_posswap.errors import PosswapError, SwapVerificationError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.checking.report import Coverage
-from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
 from hf_posswap.utils.format import said_by

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding
-from hf_posswap.checkpoints.exports.claims_table import filled, is_known
+from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
-from hf_posswap.checkpoints.exports.rules import Judgement, judge
+from hf_posswap.checkpoints.exports.rules import Judgement, filled, is_known, judge
 
 SERVERS = ("vllm", "sglang", "llamacpp", "tgi")
 """The serving programs that compute positions by themselves."""

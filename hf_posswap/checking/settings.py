@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posswap.checking.angles import RotarySet
 from hf_posswap.checking.formulas import rope_angles, rope_type_of
-from hf_posswap.checkpoints.doctor_checks.findings import Finding
+from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import config_at, config_parts
 from hf_posswap.families.sites import Sites, TokenTable

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.card import CardFacts, is_saved_readme, write_card
-from hf_posswap.checkpoints.card_results import Results, read_results
-from hf_posswap.checkpoints.commit import Commit
-from hf_posswap.checkpoints.hub import checked_repo_id, files_to_push, hub_errors, stale_files
-from hf_posswap.checkpoints.native.suggesting import stock_instead
-from hf_posswap.checkpoints.run_artifacts import RunArtifacts, find_run_artifacts
+from hf_posswap.checkpoints.hub import Commit, checked_repo_id, hub_errors
+from hf_posswap.checkpoints.manifest import CARD, MANIFEST
+from hf_posswap.checkpoints.native import stock_instead
+from hf_posswap.checkpoints.run_artifacts import Results, RunArtifacts, find_run_artifacts, read_results
 from hf_posswap.checkpoints.save import save
-from hf_posswap.checkpoints.unlisted import CARD
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import scratch_folder, shown, write_text
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from transformers import PreTrainedModel
 
+LEFT_OUT = (
+    ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
+    "rng_state*", "trainer_state.json", "training_args.bin", MANIFEST,
+)  # fmt: skip
+"""Patterns of files that no reader of a model needs: hidden ones, a trainer's state, and what a save wrote where."""
+_OURS = ("model*.safetensors", "model*.safetensors.index.json", "modeling_posswap.py", "posswap_*.py", MANIFEST)
 PICTURES = "pictures"
 """Folder of the repository where the pictures of the card lie."""
 
@@ -174,6 +180,26 @@ def push(
             return report
         with hub_errors(repo_id):
             return _commit(report, files, session, private, token, message or "Push by hf_posswap")
+
+
+def files_to_push(folder: Path) -> dict[str, Path]:
+    """Return the files of `folder` that a push uploads, by their path in the repository."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in paths.items() if not _matches(name, LEFT_OUT)}
+
+
+def stale_files(there: Iterable[str], coming: Iterable[str]) -> list[str]:
+    """Return the files of an earlier push that would contradict the one that comes: its shards, its bundled code.
+
+    Example:
+        >>> stale_files(["model-00001-of-00002.safetensors", "mine.txt"], ["model.safetensors"])
+        ['model-00001-of-00002.safetensors']
+    """
+    return sorted(name for name in set(there) - set(coming) if "/" not in name and _matches(name, _OURS))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, save_with_swap
 from hf_posswap.checkpoints.card import saved_readme
-from hf_posswap.checkpoints.manifest import State, read_manifest, state_of, unsaved_entries, write_manifest
-from hf_posswap.checkpoints.unlisted import CARD, unrecognised_entries
+from hf_posswap.checkpoints.manifest import (
+    CARD,
+    State,
+    read_manifest,
+    state_of,
+    unrecognised_entries,
+    unsaved_entries,
+    write_manifest,
+)
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.plan.plan_swap import unwrap

@@ -19,8 +19,7 @@ from hf_posswap.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from hf_posswap.checkpoints.doctor_checks import Diagnosis
-    from hf_posswap.checkpoints.doctor_checks.findings import Serving
+    from hf_posswap.checkpoints.doctor_findings import Diagnosis, Serving
 
 
 def doctor(
@@ -40,7 +39,7 @@ def doctor(
     """
     source = source_of(model, gguf_file)
     with quiet_library():
-        from hf_posswap.checkpoints.doctor_checks import doctor as diagnose
+        from hf_posswap.checkpoints.doctor import doctor as diagnose
 
         diagnosis = diagnose(source, trust_remote_code=trust_remote_code)
     if json:

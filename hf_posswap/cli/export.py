@@ -84,7 +84,7 @@ def export(
     """
     source = source_of(model, gguf_file)
     with quiet_library():
-        from hf_posswap.checkpoints.exports import export as run
+        from hf_posswap.checkpoints.exports.run import export as run
 
         result = run(
             source,

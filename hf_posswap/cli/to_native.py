@@ -46,7 +46,7 @@ def to_native(
     folder = checked_target(out, source, overwrite)
     with quiet_library():
         import hf_posswap
-        from hf_posswap.checkpoints.native.convert import check_target, convert
+        from hf_posswap.checkpoints.native import check_target, convert
 
         check_target(target)
         loaded_tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code) if tokenizer else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import hf_posswap
-from hf_posswap.checkpoints.example import EXAMPLE
+from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.errors import DataError
 from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.text.tokens import load_tokenizer

@@ -18,7 +18,7 @@ import typer
 
 from hf_posswap.advice.candidates import CANDIDATES
 from hf_posswap.advice.figures import FILE, Base, Figure
-from hf_posswap.checkpoints.example import EXAMPLE
+from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.cli.outcome import script
 from hf_posswap.errors import DataError
 from hf_posswap.patching.inspect.describe import on_meta

@@ -25,7 +25,7 @@ from hf_posswap import CheckReport, check, patch_model
 from hf_posswap.checking import run
 from hf_posswap.checking.formulas import rope_angles
 from hf_posswap.checking.report import CODES
-from hf_posswap.checkpoints.doctor_checks import Finding
+from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, PositionCheckError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import locate

@@ -26,9 +26,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_posswap
 from hf_posswap import patch_model, verify_swap
-from hf_posswap.checkpoints.adapters import add_adapter
-from hf_posswap.checkpoints.adapters_load import load_adapter
-from hf_posswap.checkpoints.adapters_positions import position_modules
+from hf_posswap.checkpoints.adapters import add_adapter, position_modules
+from hf_posswap.checkpoints.load import load_adapter
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD, SIDECAR
 from hf_posswap.training import byte_tokenizer

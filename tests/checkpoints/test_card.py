@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Bert
 
 import hf_posswap
 from hf_posswap.checkpoints.card import CardFacts, write_card
-from hf_posswap.checkpoints.card_results import Results, read_results
+from hf_posswap.checkpoints.run_artifacts import Results, read_results
 from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.training import byte_tokenizer
 from tests.contract.models import build

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.checkpoints.adapters import add_adapter
-from hf_posswap.checkpoints.doctor_checks import Diagnosis, doctor
+from hf_posswap.checkpoints.doctor import doctor
+from hf_posswap.checkpoints.doctor_findings import Diagnosis
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError
 from hf_posswap.testing.tiny import tiny_model

@@ -30,7 +30,7 @@ from transformers import (
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import export
+from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.inspect.bounds import MOST_MODULES, Bounds, bounds_by, bounds_in, refuse_endless, within
 from hf_posswap.utils.auto_classes import MOST_LAYERS

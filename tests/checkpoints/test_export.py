@@ -21,13 +21,12 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.doctor_checks import doctor
-from hf_posswap.checkpoints.exports import CLAIMS, TARGETS, export
+from hf_posswap.checkpoints.doctor import doctor
 from hf_posswap.checkpoints.exports.claims import anything
-from hf_posswap.checkpoints.exports.claims_table import claims_markdown
-from hf_posswap.checkpoints.exports.gguf_keys import ARCHITECTURES
+from hf_posswap.checkpoints.exports.gguf_contents import ARCHITECTURES
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
-from hf_posswap.checkpoints.exports.run import GRAPHS
+from hf_posswap.checkpoints.exports.rules import CLAIMS, TARGETS, claims_markdown
+from hf_posswap.checkpoints.exports.run import GRAPHS, export
 from hf_posswap.cli import app
 from hf_posswap.errors import (
     CheckpointError,

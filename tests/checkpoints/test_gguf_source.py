@@ -32,8 +32,8 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.doctor_checks import doctor
-from hf_posswap.checkpoints.exports import export
+from hf_posswap.checkpoints.doctor import doctor
+from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.cli import app
 from hf_posswap.cli.outcome import Code
 from hf_posswap.errors import (

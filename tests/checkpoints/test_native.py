@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.native.convert import CONVERSIONS, convert, to_native
-from hf_posswap.checkpoints.native.proof import prove_equal
+from hf_posswap.checkpoints.native import CONVERSIONS, convert, prove_equal, to_native
 from hf_posswap.cli import app
 from hf_posswap.errors import NotPatchedError, SwapVerificationError, UnknownNameError, UnsupportedSwapError
 from tests.contract import twins

@@ -16,10 +16,9 @@ import yaml
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.checkpoints.overriding.applying import by_axolotl, by_sglang, by_vllm, sglang_length, vllm_length
-from hf_posswap.checkpoints.overriding.facts import TARGETS, facts_markdown
-from hf_posswap.checkpoints.overriding.programs import WRITERS
-from hf_posswap.checkpoints.overriding.run import Overrides, overrides
+from hf_posswap.checkpoints.overriding import TARGETS, Overrides, facts_markdown, overrides
+from hf_posswap.checkpoints.overriding_config import by_axolotl, by_sglang, by_vllm, sglang_length, vllm_length
+from hf_posswap.checkpoints.overriding_programs import WRITERS
 from hf_posswap.cli import app
 from hf_posswap.cli.overriding import Program
 from hf_posswap.errors import (

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.checkpoints.hub import files_to_push, stale_files
+from hf_posswap.checkpoints.push import files_to_push, stale_files
 from hf_posswap.cli.app import app
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import scratch_folder

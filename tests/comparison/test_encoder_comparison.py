@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, PreTrainedModel
 
 from hf_posswap import patched
-from hf_posswap.checkpoints.card_results import evaluation, read_results
+from hf_posswap.checkpoints.run_artifacts import evaluation, read_results
 from hf_posswap.comparison import Candidate, EvalSettings, compare, evaluate
 from hf_posswap.evaluation.masked import mask_groups, masked_losses
 from hf_posswap.report import render_html

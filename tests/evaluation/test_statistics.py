@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import hf_posswap
-from hf_posswap.checkpoints.example import EXAMPLE
+from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import measure_losses
 from hf_posswap.evaluation.statistics import (

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import hf_posswap
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
-from hf_posswap.checkpoints.adapters_load import adapter_source
+from hf_posswap.checkpoints.load import adapter_source
 from hf_posswap.comparison import EvalSettings, evaluate
 from hf_posswap.evaluation.store import ARRAYS, LINES, RunStore
 from hf_posswap.patching.record.adapter_marks import SIDECAR

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCau
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.checkpoints.example import EXAMPLE
+from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_posswap.quickstart.base import Base, open_base, place_base

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import CLAIMS, Export, export
 from hf_posswap.checkpoints.exports.claims import Claim
-from hf_posswap.checkpoints.exports.claims_graphs import ENGINES
-from hf_posswap.checkpoints.exports.claims_table import claim_for
+from hf_posswap.checkpoints.exports.claims_files import GRAPH_ENGINES
 from hf_posswap.checkpoints.exports.graph_file import write_graph
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
-from hf_posswap.checkpoints.exports.rotary_by_length import follow_length
-from hf_posswap.checkpoints.exports.traced import behind_padding, signature_of
+from hf_posswap.checkpoints.exports.rules import CLAIMS, claim_for
+from hf_posswap.checkpoints.exports.run import Export, export
+from hf_posswap.checkpoints.exports.traced import behind_padding, follow_length, signature_of
 from hf_posswap.errors import (
     CheckpointError,
     MissingDependencyError,
@@ -180,7 +179,7 @@ def check(case: str, target: str, path: Path, folder: Path, record: Record) -> N
     run = opened(made)
     most, new = max(differences(run, case, longest)), NEW if swapped(case).can_generate() else 0
     same = greedy(run, case, longest) if new else 0
-    seen = Seen(ENGINES[target], name, swap_words(scheme, options), lengths_of(longest), most, same, new)
+    seen = Seen(GRAPH_ENGINES[target], name, swap_words(scheme, options), lengths_of(longest), most, same, new)
     seen.keep(record)
     assert most < BOUND
     assert same == new
@@ -222,7 +221,7 @@ def test_what_depends_on_the_numbers_is_refused(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_the_version_is_that_of_the_table() -> None:
-    assert ENGINES["onnx"].startswith(f"onnxruntime {importlib.metadata.version('onnxruntime')} ")
+    assert GRAPH_ENGINES["onnx"].startswith(f"onnxruntime {importlib.metadata.version('onnxruntime')} ")
 
 
 @pytest.mark.slow

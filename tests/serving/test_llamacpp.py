@@ -17,12 +17,13 @@ import transformers
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import CLAIMS, export, gguf_file
+from hf_posswap.checkpoints.exports import gguf_file
 from hf_posswap.checkpoints.exports.claims import Claim
-from hf_posswap.checkpoints.exports.claims_llamacpp import ENGINE
-from hf_posswap.checkpoints.exports.claims_table import claim_for
-from hf_posswap.checkpoints.exports.gguf_proof import run_llamacpp
+from hf_posswap.checkpoints.exports.claims_files import LLAMACPP_ENGINE
+from hf_posswap.checkpoints.exports.gguf_file import run_llamacpp
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
+from hf_posswap.checkpoints.exports.rules import CLAIMS, claim_for
+from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import SwapVerificationError
 from tests.contract.models import LENGTH, VOCABULARY, build
 from tests.gguf_models import tiny
@@ -141,7 +142,9 @@ def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path, rec
     found = [compared(folder, tmp_path / "m.gguf", length) for length in lengths]
     most, same = max(apart for apart, _ in found), sum(same for _, same in found)
     name, scheme, options = CASES[case]
-    Seen(ENGINE, name, swap_words(scheme, options), lengths, most, same, NEW * len(lengths)).keep(record_property)
+    Seen(LLAMACPP_ENGINE, name, swap_words(scheme, options), lengths, most, same, NEW * len(lengths)).keep(
+        record_property
+    )
     assert most < bound
     assert same == NEW * len(lengths)
 
@@ -156,7 +159,7 @@ def test_every_row_that_says_so_is_tested(tmp_path: Path) -> None:
 
 
 def test_the_version_is_that_of_the_table() -> None:
-    assert f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}" == ENGINE
+    assert f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}" == LLAMACPP_ENGINE
 
 
 @pytest.mark.parametrize(("case", "length"), [("longrope", LENGTH), ("phi3 longrope", LENGTH), ("dynamic", 4 * LENGTH)])

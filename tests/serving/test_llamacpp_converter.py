@@ -20,8 +20,8 @@ import transformers
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import export
-from hf_posswap.checkpoints.exports.gguf_proof import run_llamacpp
+from hf_posswap.checkpoints.exports.gguf_file import run_llamacpp
+from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import SwapVerificationError, UnsupportedSwapError
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, TINY, build

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 import hf_posswap
-from hf_posswap.checkpoints.exports import export
+from hf_posswap.checkpoints.exports.run import export
 from tests.serving.test_vllm_http import TEXT, checkpoint, free_port
 
 pytestmark = [

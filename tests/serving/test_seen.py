@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_posswap.checkpoints.exports.claims_table import CLAIMS
+from hf_posswap.checkpoints.exports.rules import CLAIMS
 from hf_posswap.utils.atomic_io import read_json
 from recipes.claims_table import PAGE, SEEN, merged, placed, seen_in, seen_markdown
 from tests.serving.seen import Seen, swap_words

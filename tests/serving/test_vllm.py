@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import CLAIMS, export
 from hf_posswap.checkpoints.exports.claims import Claim
-from hf_posswap.checkpoints.exports.claims_table import claim_for
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
+from hf_posswap.checkpoints.exports.rules import CLAIMS, claim_for
+from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.serving import versions
 from hf_posswap.serving.guard import refuse_unservable

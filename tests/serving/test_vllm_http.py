@@ -23,7 +23,7 @@ import transformers
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.checkpoints.exports import export
+from hf_posswap.checkpoints.exports.run import export
 from tests.contract.models import build
 
 pytestmark = [

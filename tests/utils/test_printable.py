@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.checkpoints.doctor_checks.findings import Diagnosis, Finding
+from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding
 from hf_posswap.cli import output
 from hf_posswap.cli.app import app
 from hf_posswap.comparison.tables import latex, markdown

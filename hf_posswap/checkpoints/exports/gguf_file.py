@@ -1,8 +1,16 @@
-"""Write a model as a GGUF file with all its positions, and run it with llama.cpp where that is installed."""
+"""Write a model as a GGUF file with all its positions, and compare it with the model where llama.cpp is installed.
+
+The vocabulary comes from a byte-level BPE, from another GGUF file, or is left out. llama.cpp runs the file in a
+separate process, because it exits on a file that it refuses.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,16 +19,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
-from hf_posswap.checkpoints.exports.gguf_proof import ran_alike
-from hf_posswap.checkpoints.exports.gguf_tensors import Contents, contents_of, rotated, stays_whole
-from hf_posswap.checkpoints.exports.gguf_vocab import add_vocabulary
+from hf_posswap.checkpoints.exports.gguf_contents import (
+    Contents,
+    contents_of,
+    divisors,
+    gguf_metadata,
+    rotated,
+    stays_whole,
+)
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
-from hf_posswap.errors import CheckpointError, MissingDependencyError
-from hf_posswap.utils.atomic_io import replacing
+from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedModelError
+from hf_posswap.utils.atomic_io import replacing, scratch_folder, shown
 from hf_posswap.utils.card_data import card_data
+from hf_posswap.utils.format import said_by
+from hf_posswap.utils.gguf_header import read_gguf
+from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
+from hf_posswap.utils.printable import brief_repr, printable
+from hf_posswap.utils.untrusted import read_bounded_json
 
+_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
+_OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of tokenizers of other kinds."""
+_MORE = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a byte-pair encoding that llama.cpp does not have."""
+_STRICTER = ("lstrip", "rstrip", "single_word")
+"""Settings of an added token that strip spaces or match whole words: llama.cpp ignores them."""
+MOST = 512
+"""Tokens that are compared, at most."""
+BOUNDS = {"F32": 1e-3, "F16": 5e-2, "BF16": 4e-1, "Q8_0": 1.2e-1}
+"""How far log probabilities may be apart, in nats, by the coarsest number that llama.cpp computes with: at most, and
+for Q8_0 on average. With weights of 8 bits it rounds activations to 8 bits as well, and single tokens are far apart."""
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
@@ -225,3 +254,212 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_string(key, value)
         case list():
             writer.add_array(key, value)
+
+
+def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> str:
+    """Write the vocabulary, and return a sentence about it.
+
+    Args:
+        writer: a `gguf.GGUFWriter`.
+        source: the checkpoint's folder.
+        size: of the model's vocabulary, in tokens.
+        vocab: a GGUF file with the vocabulary, as `convert_hf_to_gguf.py --vocab-only` writes it; None takes the
+            checkpoint's tokenizer.
+
+    Raises:
+        UnsupportedModelError: only llama.cpp's converter can name the tokenizer.
+        CheckpointError: `vocab` or the tokenizer cannot be read, or is not of this model.
+    """
+    if vocab is not None:
+        return _copy_vocabulary(writer, vocab, size)
+    path = source / "tokenizer.json"
+    other = next((name for name in _OTHERS if (source / name).exists()), None)
+    if not path.exists() and other is not None:
+        raise UnsupportedModelError(
+            f"{source} has its tokenizer in {other} and not in tokenizer.json. {_vocab_advice(source)}"
+        )
+    if not path.exists():
+        writer.add_tokenizer_model("none")
+        return "none: the checkpoint has no tokenizer.json, so llama.cpp takes token numbers alone"
+    tokenizer = _read_tokenizer(path)
+    chosen = _pre_tokenizer_of(tokenizer, source)
+    _add_byte_level(writer, tokenizer, chosen, source, size)
+    normalizer = " (llama.cpp does not compose letters, NFC, as this tokenizer does)" if _composes(tokenizer) else ""
+    return f"byte-level BPE with the splits of {chosen.names[0]}, from tokenizer.json{normalizer}"
+
+
+def _vocab_advice(source: Path) -> str:
+    return (
+        "Give --vocab another GGUF file of the same model, which has the vocabulary. Or run convert_hf_to_gguf.py "
+        f"{source} --vocab-only --outfile vocab.gguf, and give --vocab vocab.gguf."
+    )
+
+
+def _read_tokenizer(path: Path) -> dict[str, Any]:
+    try:
+        tokenizer = read_bounded_json(path)
+        json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")  # half of a pair of escapes is no text
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {shown(path)}: {error}. Get the file again from its source.") from error
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
+        raise CheckpointError(f"{path} has no model: it is not a tokenizer file. Get the file again from its source.")
+    return tokenizer
+
+
+def _pre_tokenizer_of(tokenizer: dict[str, Any], source: Path) -> PreTokenizer:
+    """Return how llama.cpp splits text as a tokenizer.json does, which does nothing else that llama.cpp does not.
+
+    Raises:
+        UnsupportedModelError: it does; or it splits text in no way that is known here.
+    """
+    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
+    pre_tokenizer = None
+    if model.get("type") != "BPE":
+        reason = f"is of kind {model.get('type')}, and only byte-level BPE is written here"
+    elif settings := [name for name in _MORE if model.get(name)]:
+        reason = f"has {', '.join(settings)}, which llama.cpp does not have"
+    elif strict := [each.get("content") for each in added if any(map(each.get, _STRICTER))]:
+        reason = (
+            f"has added tokens such as {strict[0]!r} that strip spaces or match whole words, which llama.cpp ignores"
+        )
+    elif tokenizer.get("normalizer") is not None and not _composes(tokenizer):
+        reason = f"normalizes text ({tokenizer['normalizer'].get('type')}), which llama.cpp does not"
+    else:
+        pre_tokenizer = recognized(tokenizer)
+        known_names = ", ".join(each.names[0] for each in PRE_TOKENIZERS)
+        reason = f"splits text as none of {known_names} does: only llama.cpp's converter may know its name there"
+    if pre_tokenizer is None:
+        raise UnsupportedModelError(f"the tokenizer of {source} {reason}. {_vocab_advice(source)}")
+    return pre_tokenizer
+
+
+def _composes(tokenizer: dict[str, Any]) -> bool:
+    """Return whether all that a tokenizer.json normalizes is NFC, which leaves nearly every text as it is."""
+    normalizer = tokenizer.get("normalizer") or {}
+    return [each.get("type") for each in normalizer.get("normalizers", [normalizer])] == ["NFC"]
+
+
+def _special_tokens_around(source: Path, special: dict[str, int]) -> dict[str, bool]:
+    """Return whether the tokenizer puts bos before a text, and eos behind it.
+
+    Raises:
+        UnsupportedModelError: it puts other tokens there.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CheckpointError(f"cannot read {source / 'tokenizer.json'}: {said_by(error)}") from error
+    inner = tokenizer.encode("a", add_special_tokens=False).ids
+    ids = tokenizer.encode("a").ids
+    first = ids.index(inner[0]) if inner and inner[0] in ids else 0
+    before, behind = ids[:first], ids[first + len(inner) :]
+    if before not in ([], [special.get("bos")]) or behind not in ([], [special.get("eos")]):
+        raise UnsupportedModelError(
+            f"the tokenizer of {source} puts the tokens {before} before a text and {behind} behind it, and llama.cpp "
+            f"bos and eos alone. {_vocab_advice(source)}"
+        )
+    return {"bos": bool(before), "eos": bool(behind)}
+
+
+def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer, source: Path, size: int) -> None:
+    import gguf
+
+    names: dict[int, str] = {index: token for token, index in tokenizer["model"]["vocab"].items()}
+    vocabulary_size = len(names)
+    special = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", []) if each.get("special")}
+    added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    changed = [index for index, token in added.items() if names.get(index, token) != token]
+    names |= added
+    if max(names, default=0) >= size:
+        raise CheckpointError(
+            f"the tokenizer of {source} has a token {max(names)}, and the model has {size}, from 0 on: take the "
+            "tokenizer and the weights of one checkpoint."
+        )
+    tokens = [names.get(i, f"[PAD{i}]") for i in range(size)]
+    doubled = [token for token, count in Counter(tokens).items() if count > 1]
+    if changed or doubled or len(tokenizer["model"]["vocab"]) != vocabulary_size:
+        problem = f"several tokens {brief_repr(doubled[0])}" if doubled else "several tokens of one id"
+        raise UnsupportedModelError(
+            f"the tokenizer of {source} has {problem}, and a GGUF file holds one text for each id, and each text once: "
+            f"tokens would be lost. {_vocab_advice(source)}"
+        )
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(chosen.names[0])
+    writer.add_token_list(tokens)
+    token_types = dict.fromkeys(names, _NORMAL) | dict.fromkeys(added, _ADDED) | dict.fromkeys(special, _CONTROL)
+    writer.add_token_types([token_types.get(i, _UNUSED) for i in range(size)])
+    vocabulary = gguf.SpecialVocab(source, load_merges=True, n_vocab=size)
+    vocabulary.add_special_token |= _special_tokens_around(source, vocabulary.special_token_ids)
+    vocabulary.add_to_gguf(writer)
+
+
+def _copy_vocabulary(writer: Any, vocab: Path, size: int) -> str:
+    """Copy all keys of the tokenizer from another GGUF file, which has `size` tokens."""
+    fields = read_gguf(vocab).fields
+    tokenizer_fields = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
+    if "tokenizer.ggml.model" not in tokenizer_fields:
+        raise CheckpointError(f"{vocab} holds no vocabulary: give what convert_hf_to_gguf.py --vocab-only writes.")
+    tokens = tokenizer_fields.get("tokenizer.ggml.tokens")
+    count = 0 if tokens is None else len(tokens.data)
+    if count != size:
+        raise CheckpointError(f"{vocab} has {count} tokens, and the model {size}: give the vocabulary of this model.")
+    for name, field in tokenizer_fields.items():
+        inner = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    return f"that of {printable(vocab.name)}"
+
+
+def ran_alike(model: Any, path: Path, position_config: PositionConfig, coarsest: str) -> str:
+    """Return a sentence on how near llama.cpp's outputs are to those of `model`, or that it is not installed.
+
+    Args:
+        model: a causal language model.
+        path: of its GGUF file.
+        position_config: its mechanism.
+        coarsest: F32, F16, BF16 or Q8_0: of the weights, or of GELU, which llama.cpp looks up in a table of F16.
+
+    Raises:
+        SwapVerificationError: llama.cpp fails, or its outputs differ.
+    """
+    if find_spec("llama_cpp") is None:
+        return "not compared: llama-cpp-python is not installed"
+    count = min(position_config.length, MOST)
+    if position_config.rope_type == "dynamic":  # plain rope there
+        count = min(count, position_config.original or position_config.length)
+    ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
+    logits_of_file = run_llamacpp(path, ids, count)
+    with torch.no_grad():
+        logits = model.float().eval()(ids[None]).logits[0]  # [L, V]
+    expected = logits.double().log_softmax(-1)
+    differences = (logits_of_file.double().log_softmax(-1) - expected).abs()
+    average = coarsest == "Q8_0"
+    apart, bound = float(differences.mean() if average else differences.max()), BOUNDS[coarsest]
+    if not apart <= bound:  # a NaN too
+        raise SwapVerificationError(
+            f"llama.cpp's log probabilities of {count} tokens are {'on average' if average else 'up to'} {apart:.2g} "
+            f"nats from the model's, more than {bound:g}. Nothing was written; please report this."
+        )
+    qualifier = " on average (it rounds activations to 8 bits, too)" if average else ""
+    return f"llama.cpp gives the model's log probabilities of {count} random tokens, to {apart:.1g} nats{qualifier}"
+
+
+def run_llamacpp(path: Path, ids: torch.Tensor, context: int) -> torch.Tensor:
+    """Return llama.cpp's logits [L, V] of `ids` [L], with a cache of `context` positions in float32.
+
+    It runs in a separate process, because llama.cpp exits on a file that it refuses. It rounds `context` up to a
+    multiple of 256.
+
+    Raises:
+        SwapVerificationError: that process failed; the message has its last line.
+    """
+    with scratch_folder() as folder:
+        tokens, logits = folder / "tokens.npy", folder / "logits.npy"
+        np.save(tokens, ids.numpy())
+        command = [sys.executable, str(Path(__file__).with_name("llamacpp_child.py")), path, tokens, logits, context]
+        run = subprocess.run([str(argument) for argument in command], capture_output=True, text=True, check=False)
+        if run.returncode or not logits.exists():
+            last_line = (run.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise SwapVerificationError(f"llama.cpp cannot run {path.name} (exit {run.returncode}): {last_line}")
+        return torch.from_numpy(np.load(logits))

@@ -1,6 +1,7 @@
 """Write a model as a graph that needs neither transformers nor hf_posswap: ONNX, or a torch.export program.
 
-Batch size and length are free. The graph is run and compared with the model before the file is put in place.
+Batch size and length are free. The graph is run and compared with the model before the file is put in place: the model
+reads each text alone; the graph also reads batches that are padded on the left or right.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from hf_posswap.checkpoints.exports.graph_proof import answers, ran_alike, trials
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
-from hf_posswap.checkpoints.exports.traced import Traced, signature_of
+from hf_posswap.checkpoints.exports.traced import FOLLOWS_LENGTH, Signature, Traced, run, signature_of
 from hf_posswap.checkpoints.load import load
-from hf_posswap.errors import CheckpointError, MissingDependencyError, UnsupportedSwapError
+from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedSwapError
+from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.utils.atomic_io import check_room, replacing
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import PROCESS, ignored_warnings, quiet_logger, without_stderr
 
+Inputs = dict[str, Tensor]
+Runner = Callable[[Inputs], dict[str, Tensor]]
+MOST = 512
+"""Tokens of each text that are compared: the last ones of a longer text."""
+FARTHEST = 8192
+"""Tokens of the longest text that is read to go beyond the original length."""
+BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 4e-1}
+"""Largest difference by the dtype of the weights: log probabilities in nats, states relative to the largest."""
+_SHORT = 24
 LARGEST = 3 * 2**29
 """Bytes of weights that go into an ONNX file, whose format ends at 2 GiB; larger ones go into a second file."""
 _NEEDED = {".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
@@ -133,6 +144,8 @@ def _save_exported(program: Any, path: Path, apart: bool) -> None:
 
 
 _MAKERS: dict[str, Callable[[Traced], Any]] = {".onnx": _onnx, ".pt2": _exported}
+
+
 _SAVERS: dict[str, Callable[[Any, Path, bool], None]] = {".onnx": _save_onnx, ".pt2": _save_exported}
 
 
@@ -160,3 +173,178 @@ def _innermost(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return said_by(error)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Texts that are read as one batch.
+
+    Attributes:
+        texts: inputs of each text, [1, n].
+        side: where shorter texts are padded.
+        padding: the token id that pads.
+    """
+
+    texts: tuple[Inputs, ...]
+    side: Literal["right", "left"]
+    padding: int
+
+    @property
+    def length(self) -> int:
+        return max(text["input_ids"].shape[1] for text in self.texts)
+
+    def together(self) -> Inputs:
+        """Return the texts as one batch."""
+        return {name: self._padded(name) for name in self.texts[0]}
+
+    def _padded(self, name: str) -> Tensor:
+        rows = [text[name][0] for text in self.texts]
+        width = max(map(len, rows))
+        value = self.padding if name.endswith("input_ids") else 0
+        fills = [row.new_full((width - len(row),), value) for row in rows]
+        pairs = zip(rows, fills, strict=True)
+        return torch.stack([torch.cat((row, fill) if self.side == "right" else (fill, row)) for row, fill in pairs])
+
+    def last_tokens(self, output: Tensor, index: int, name: str) -> Tensor:
+        """Return the last tokens of a text in an output of the batch, [n, ...]; [1, C] of an output [B, C]."""
+        return _last_tokens(output, index, name, self.texts[index], self.side)
+
+
+def trials(model: Any, signature: Signature, position_config: PositionConfig) -> list[Trial]:
+    """Return the batches to try a graph of `model` with, the shortest first: some models remember the longest."""
+    limit = describe_positions(model).limit  # a table may have rows that are not positions
+    whole = min(limit, MOST)
+    short = min(whole, _SHORT)
+    mixed = (short, max(1, short // 3), max(1, short - 1))
+    vocabulary_size = model.get_input_embeddings().weight.shape[0]
+    pad_token_id = getattr(model.config, "pad_token_id", None)
+    padding = pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocabulary_size else 0
+    numbers = torch.Generator().manual_seed(0)
+
+    def trial(side: Literal["right", "left"], *lengths: int) -> Trial:
+        texts = tuple(_text(signature, length, vocabulary_size, numbers) for length in lengths)
+        return Trial(texts, side, padding)
+
+    batches = [trial("right", 1), trial("right", *mixed), trial("left", *mixed), trial("right", whole)]
+    original = position_config.original or limit
+    beyond = original + original // 4 + 1
+    runs = beyond <= limit or position_config.rope_type in FOLLOWS_LENGTH
+    if runs and whole < beyond <= FARTHEST:
+        batches.append(trial("right", beyond))
+    return batches
+
+
+def _text(signature: Signature, length: int, vocabulary_size: int, numbers: torch.Generator) -> Inputs:
+    """Return inputs of `length` random tokens; the decoder of an encoder-decoder gets half as many."""
+    inputs = {}
+    for name in signature.inputs:
+        size = (length + 1) // 2 if name.startswith("decoder_") else length
+        if name.endswith("input_ids"):
+            inputs[name] = torch.randint(0, vocabulary_size, (1, size), generator=numbers)
+        else:
+            inputs[name] = torch.full((1, size), int(name.endswith("_mask")))
+    return inputs
+
+
+def answers(model: Any, signature: Signature, trial: Trial) -> list[dict[str, Tensor]]:
+    """Return the outputs of `model` for the last tokens of each text of `trial`, read alone."""
+    expected = []
+    for text in trial.texts:
+        with torch.no_grad():
+            outputs = run(model, signature, text)
+        expected.append({name: _last_tokens(outputs[name], 0, name, text, "right") for name in signature.outputs})
+    return expected
+
+
+def _last_tokens(output: Tensor, index: int, name: str, text: Inputs, side: str) -> Tensor:
+    if name == "logits" and output.dim() == 2:  # one row of scores for a whole text
+        return output[index : index + 1]
+    count = text.get("decoder_input_ids", text["input_ids"]).shape[1]
+    row = output[index]
+    return (row[:count] if side == "right" else row[len(row) - count :])[-MOST:]
+
+
+def ran_alike(
+    path: Path, signature: Signature, batches: list[Trial], expected: list[list[dict[str, Tensor]]], dtype: Any
+) -> str:
+    """Return a sentence on how near a graph's outputs are to the model's, and where texts may be padded.
+
+    Args:
+        path: of the graph.
+        signature: of the graph.
+        batches: the batches that it reads.
+        expected: the model's outputs for each.
+        dtype: of the weights.
+
+    Raises:
+        SwapVerificationError: the graph fails, or its outputs differ.
+    """
+    bound, distances = BOUNDS[dtype], {"right": 0.0, "left": 0.0}
+    try:
+        runner = _RUNNERS[path.suffix](path, signature)
+        outputs = [runner(trial.together()) for trial in batches]
+    except Exception as error:  # each runtime has its own errors
+        reason = said_by(error).rstrip(".")
+        raise SwapVerificationError(f"the graph does not run: {reason}. Nothing was written.") from error
+    for trial, batch_outputs, texts in zip(batches, outputs, expected, strict=True):
+        distances[trial.side] = max(distances[trial.side], _apart(trial, batch_outputs, texts, signature.outputs))
+    if not distances["right"] <= bound:  # a NaN too
+        raise SwapVerificationError(
+            f"the graph's outputs are up to {distances['right']:.2g} from the model's, more than {bound:g}. Nothing "
+            "was written; please report this."
+        )
+    lengths = f"texts of 1 to {max(trial.length for trial in batches)} random tokens, alone and padded"
+    unit = "nats" if signature.outputs == ("logits",) else "of the largest value"
+    if distances["left"] <= bound:
+        return f"it gives the model's outputs for {lengths} on either side, to {max(distances.values()):.1g} {unit}"
+    return (
+        f"it gives the model's outputs for {lengths} on the right, to {distances['right']:.1g} {unit}. Pad only "
+        "on the right: the model counts padding on the left as positions"
+    )
+
+
+def _apart(trial: Trial, given: dict[str, Tensor], texts: list[dict[str, Tensor]], outputs: tuple[str, ...]) -> float:
+    """Return the largest difference from the expected outputs; infinity if any is not finite, also at padding."""
+    if not all(bool(given[name].isfinite().all()) for name in outputs):
+        return float("inf")
+    return max(
+        _distance(name, trial.last_tokens(given[name], index, name), wanted)
+        for index, text in enumerate(texts)
+        for name, wanted in text.items()
+    )
+
+
+def _distance(name: str, actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    if name == "logits":
+        return float((actual.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def _with_onnxruntime(path: Path, signature: Signature) -> Runner:
+    """Return a function that runs the ONNX file at `path`."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def runs(inputs: Inputs) -> dict[str, Tensor]:
+        arrays = session.run(list(signature.outputs), {name: value.numpy() for name, value in inputs.items()})
+        return {name: torch.from_numpy(values) for name, values in zip(signature.outputs, arrays, strict=True)}
+
+    return runs
+
+
+def _with_torch(path: Path, signature: Signature) -> Runner:
+    """Return a function that runs the torch.export program at `path`."""
+    module = torch.export.load(path).module()
+
+    def runs(inputs: Inputs) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return dict(zip(signature.outputs, module(**inputs), strict=True))
+
+    return runs
+
+
+_RUNNERS: dict[str, Callable[[Path, Signature], Runner]] = {".onnx": _with_onnxruntime, ".pt2": _with_torch}

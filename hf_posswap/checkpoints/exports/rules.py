@@ -1,17 +1,133 @@
 """How each program reads a checkpoint's positions, and what config.json must say for it.
 
-The verdicts are rows of claims_table; this module has each program's spelling of transformers' settings.
+The verdicts are rows of one table of claims, which `export`, `doctor` and the page on serving read; with it each
+program's spelling of transformers' settings.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posswap.checkpoints.exports.claims import Claim, Verdict
-from hf_posswap.checkpoints.exports.claims_table import claim_for, filled
+from hf_posswap.checkpoints.exports.claims_files import LLAMACPP, ONNX, TORCH
+from hf_posswap.checkpoints.exports.claims_folders import SENTENCE_TRANSFORMERS, SGLANG, TEI, TGI, TRANSFORMERS, VLLM
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
+from hf_posswap.errors import UnsupportedModelError
+
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "transformers": TRANSFORMERS,
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "llamacpp": LLAMACPP,
+    "tgi": TGI,
+    "onnx": ONNX,
+    "torch": TORCH,
+    "tei": TEI,
+    "sentence-transformers": SENTENCE_TRANSFORMERS,
+}
+"""By program, the rows in order: the first that fits a checkpoint applies; the last fits all."""
+_BY_LAYER_TYPE = ("transformers", "onnx", "torch", "sentence-transformers")
+"""The programs that run transformers' code, which takes rope parameters for each layer type."""
+_SEEN_BY_LAYER_TYPE = {"vllm": ("gemma3_text",), "llamacpp": ("gemma3_text",)}
+"""The model types with such parameters that other programs were run with."""
+
+
+def is_known(target: str, position_config: PositionConfig) -> bool:
+    """Return whether the rows of the program `target` cover such a checkpoint."""
+    seen = target in _BY_LAYER_TYPE or position_config.model_type in _SEEN_BY_LAYER_TYPE.get(target, ())
+    return seen or not position_config.rope_set
+
+
+def claim_for(target: str, position_config: PositionConfig) -> Claim:
+    """Return the row of the program `target` for a checkpoint's positions.
+
+    Raises:
+        UnsupportedModelError: no row covers it.
+    """
+    if not is_known(target, position_config):
+        raise UnsupportedModelError(
+            f"the config has rope parameters for each layer type: it is unknown how {target} reads those of a "
+            f"{position_config.model_type}. Known: {', '.join(_BY_LAYER_TYPE)}; vllm and llamacpp with gemma3_text."
+        )
+    return next(claim for claim in CLAIMS[target] if claim.fits(position_config))
+
+
+def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> str:
+    """Return a text of a row, its placeholders filled in from the checkpoint.
+
+    Args:
+        text: `why` or `command` of a row.
+        position_config: the mechanism.
+        folder: of the checkpoint; it is quoted for a shell or Python.
+    """
+    known = position_config.original is not None and position_config.scheme is not None
+    values: dict[str, Any] = {
+        "folder": shlex.quote(folder),
+        "python": repr(folder),
+        "inner": re.sub(r'([\\"$`])', r"\\\1", repr(folder)),  # as a shell reads it between double quotes
+        "length": position_config.length,
+        "original": position_config.original or position_config.length,
+        "window": position_config.settings.get("window", position_config.window),
+        "group": position_config.settings.get("group"),
+        "scheme": position_config.scheme,
+        "full": ", ".join(str(i + 1) for i, slides in enumerate(position_config.slides) if not slides) or "none",
+        "model": position_config.model_type,
+        "type": position_config.rope_type,
+        "problem": position_config.unpaged,
+        "architecture": position_config.architecture or "its class",
+        "auto": _auto_class(position_config),
+        "dtype": " --dtype float32" if position_config.dtype == "float32" else "",
+        "checked": "It is, in the exported config." if known else "Whether it is here is unknown: check it.",
+    }
+    return text.format(**values)
+
+
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForPreTraining": "AutoModelForPreTraining",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMultipleChoice": "AutoModelForMultipleChoice",
+}
+"""By the end of a class's name, the Auto class that loads it with its head."""
+
+
+def _auto_class(position_config: PositionConfig) -> str:
+    """Return the name of the Auto class that loads the checkpoint with its head."""
+    if not position_config.architecture:
+        return "AutoModelForCausalLM" if position_config.generates else "AutoModel"
+    known = (auto for end, auto in _AUTO_CLASSES.items() if position_config.architecture.endswith(end))
+    return next(known, "AutoModel")
+
+
+def claims_markdown() -> str:
+    """Return the table for the page on serving."""
+    head = ["program", "positions", "models", "verdict", "why, and what to type", "known from"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    names = {name: "{" + name + "}" for name in ("folder", "length", "original", "window", "group", "scheme", "model")}
+    shown = names | {"folder": "DIR", "length": "LENGTH", "original": "ORIGINAL", "window": "W", "group": "N"}
+    shown |= {"scheme": "the scheme", "model": "model", "type": "it", "checked": "", "dtype": ""}
+    shown |= {"full": "its own list"}
+    shown |= {"python": "'DIR'", "inner": "'DIR'"}
+    shown |= {"problem": "it says why", "architecture": "its class", "auto": "AutoModelForCausalLM"}
+    for target, claims in CLAIMS.items():
+        for claim in claims:
+            why = claim.why.format(**shown).strip()
+            typed = f" `{claim.command.format(**shown)}`" if claim.command else ""
+            lines.append(_line([target, claim.positions, claim.models, claim.verdict, why + typed, claim.source]))
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.checkpoints.exports.claims_table import filled
+from hf_posswap.checkpoints.exports.gguf_contents import MAKERS, divisors, gguf_metadata, rotated
 from hf_posswap.checkpoints.exports.gguf_file import DTYPES, GGUFFile, write_gguf
-from hf_posswap.checkpoints.exports.gguf_keys import divisors, gguf_metadata
-from hf_posswap.checkpoints.exports.gguf_tensors import MAKERS, rotated
 from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
-from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, judge, spell_rope
+from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, filled, judge, spell_rope
 from hf_posswap.checkpoints.manifest import MANIFEST
 from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta, read_config

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_posswap.checkpoints.adapters_load import adapter_source
-from hf_posswap.checkpoints.load import load
+from hf_posswap.checkpoints.load import adapter_source, load
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from hf_posswap.checkpoints.adapters import write_sidecars
-from hf_posswap.checkpoints.adapters_positions import refuse_lost_positions
+from hf_posswap.checkpoints.adapters import refuse_lost_positions, write_sidecars
 from hf_posswap.compat.transformers_trainer import SavingTrainer
 from hf_posswap.errors import ConfigError, NumericError
 from hf_posswap.patching.tools.blending import set_blend

@@ -1,8 +1,12 @@
-"""How transformers, vLLM, SGLang and text-generation-inference run positions.
+"""How the programs that take a checkpoint's folder run positions.
 
 vLLM: tests/serving runs its CPU build 0.32.0 and compares log probabilities with those of transformers, in batches of
 mixed lengths within and beyond the original length, and greedy tokens; rows marked as read are from the code of
 0.33.0. SGLang: read in 0.5.23. TGI: read in its documentation.
+
+text-embeddings-inference (TEI): read in its code, of autumn 2026. Its CPU image runs model.onnx with onnxruntime
+first, whatever the model type; its own classes support some types and refuse the others. sentence-transformers: run by
+tests/training/engine/test_sentences.py.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from hf_posswap.checkpoints.exports.claims import (
     table,
     usual_yarn,
 )
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 _VERSIONS: dict[tuple[str, Known], str] = {
     ("transformers", "tested"): "5.14 and newer",
@@ -52,6 +57,16 @@ _PLUGIN = (
 _NAMES = {"llama": "Llama", "gpt_neox": "GPT-NeoX", "smollm3": "SmolLM3", "gemma3_text": "Gemma 3"}
 _PLUGGED_NAMES = "Llama, Mistral, Qwen2, OPT, GPT-2, GPT-NeoX"
 _PLUGGED = of_model("llama", "mistral", "qwen2", "opt", "gpt2", "gpt_neox")
+_TEI = "TEI's code of autumn 2026"
+_SENTENCE_TRANSFORMERS = "sentence-transformers 6.2"
+_ROUTER = "text-embeddings-router --model-id {folder}"
+_GRAPH = f"posswap export {{folder}} --target onnx -o {{folder}}/model.onnx && {_ROUTER}"
+_OPEN = "from sentence_transformers import SentenceTransformer; SentenceTransformer({inner})"
+_NO_ONNX = (
+    'Not by backend="onnx": that wants optimum-onnx, whose newest release (0.1) refuses transformers 5. posswap export '
+    "--target onnx writes the file without it."
+)
+_SCORES = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "ForPreTraining", "Generation")
 
 
 def _row(
@@ -108,12 +123,18 @@ TRANSFORMERS = (
     _row("transformers", "any other", "all", "exact", "the same code.", anything, "tested"),
 )
 
+
 _SERVED = (
     "by hf_posswap's plugin of vLLM, which vLLM finds once both are installed: transformers' own code with the swap in "
     "it, around vLLM's attention; uncompiled, one device, vLLM 0.32 alone."
 )
+
+
 _TABLE = "a table: learned, sinusoidal, nope"
+
+
 _FIXED = "alibi, xpos, rnope and other swaps that turn each key once; GPT-2 and OPT with fixed angles"
+
 
 VLLM = (
     _row("vllm", _FIXED, _PLUGGED_NAMES, "exact", _SERVED, both(paged_plugin, _PLUGGED), "tested"),
@@ -206,6 +227,7 @@ VLLM = (
     *_vllm_exact("rope, ntk, llama3; rnope or nope by SmolLM3", f"{_ALWAYS}.", anything, "smollm3"),
 )
 
+
 SGLANG = (
     *_of_all("sglang"),
     _row("sglang", "a table", "all", "exact", _ENDS, table),
@@ -262,6 +284,7 @@ SGLANG = (
     ),
     _row("sglang", "rope, ntk, llama3", "all", "exact", f"{_ALWAYS}.", anything),
 )
+
 
 TGI = (
     _row(
@@ -320,4 +343,89 @@ TGI = (
     ),
     _row("tgi", "p_rope, nope", "all", "impossible", "it refuses the type.", of_type("proportional"), roads=()),
     _row("tgi", "rope, ntk, llama3", "all", "exact", f"{_ALWAYS}.", anything),
+)
+
+
+def _with_head(position_config: PositionConfig) -> bool:
+    """Return whether the model outputs logits; an embedding is computed from hidden states."""
+    return position_config.architecture.endswith(_SCORES)
+
+
+_own_class: Condition = of_model("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
+
+
+TEI = (
+    Claim(
+        "tei",
+        "a table",
+        "BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet",
+        "exact",
+        "a position table is ordinary weights; it ends where its rows end.",
+        _ROUTER,
+        _TEI,
+        "read",
+        both(table, _own_class),
+    ),
+    Claim(
+        "tei",
+        "any other",
+        "language models with their head",
+        "impossible",
+        "it computes embeddings from hidden states, and this checkpoint ({architecture}) outputs logits: save the base "
+        "model alone (AutoModel) and export that.",
+        "",
+        _TEI,
+        "read",
+        _with_head,
+        (),
+    ),
+    Claim(
+        "tei",
+        "what needs hf_posswap",
+        "encoders, classifiers",
+        "exact",
+        "its own classes refuse the model type; its CPU image runs the ONNX file, which contains the mechanism.",
+        _GRAPH,
+        _TEI,
+        "read",
+        plugin,
+    ),
+    Claim(
+        "tei",
+        "any other",
+        "encoders, classifiers",
+        "exact",
+        "by the ONNX file, in its CPU image. Its own classes read rope_theta as transformers 4 wrote it, and few of "
+        "the scalings: do not let them take the folder.",
+        _GRAPH,
+        _TEI,
+        "read",
+        anything,
+    ),
+)
+
+
+SENTENCE_TRANSFORMERS = (
+    Claim(
+        "sentence-transformers",
+        "what needs hf_posswap",
+        "all",
+        "exact",
+        f"once hf_posswap is imported; the model is transformers' own. {_NO_ONNX}",
+        f'python -c "import hf_posswap; {_OPEN}"',
+        _SENTENCE_TRANSFORMERS,
+        "tested",
+        plugin,
+    ),
+    Claim(
+        "sentence-transformers",
+        "any other",
+        "all",
+        "exact",
+        f"the model is transformers' own. {_NO_ONNX}",
+        f'python -c "{_OPEN}"',
+        _SENTENCE_TRANSFORMERS,
+        "read",
+        anything,
+    ),
 )

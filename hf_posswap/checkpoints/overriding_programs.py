@@ -11,19 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_posswap.checkpoints.exports.claims import usual_yarn
-from hf_posswap.checkpoints.exports.claims_table import CLAIMS, filled
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
-from hf_posswap.checkpoints.exports.rules import Judgement, judge, spell_rope
-from hf_posswap.checkpoints.overriding.applying import (
+from hf_posswap.checkpoints.exports.rules import CLAIMS, Judgement, filled, judge, spell_rope
+from hf_posswap.checkpoints.overriding_config import (
+    ConfigSwap,
+    Pasted,
     by_axolotl,
     by_sglang,
     by_transformers,
     by_vllm,
     check_applied,
+    nested,
     sglang_length,
     vllm_length,
 )
-from hf_posswap.checkpoints.overriding.wanted import ConfigSwap, Pasted, nested
 from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at

@@ -1,8 +1,12 @@
-"""How llama.cpp runs positions: read in the code of llama-cpp-python 0.3.36, and run by tests/serving.
+"""How the programs that take a file run positions: llama.cpp a GGUF file, onnxruntime and torch a graph.
 
-Its architecture "llama" divides the angle of each pair by `rope_freqs.weight`, and every architecture multiplies cos
-and sin by `rope.scaling.attn_factor`. The converter convert_hf_to_gguf.py writes the first for "llama3" alone and the
-second never; `posswap export -o model.gguf` writes both.
+llama.cpp: read in the code of llama-cpp-python 0.3.36, and run by tests/serving. Its architecture "llama" divides the
+angle of each pair by `rope_freqs.weight`, and every architecture multiplies cos and sin by `rope.scaling.attn_factor`.
+The converter convert_hf_to_gguf.py writes the first for "llama3" alone and the second never; `posswap export -o
+model.gguf` writes both.
+
+Graphs: tested by tests/serving/test_graphs.py. A graph contains the mechanism, so nothing is read from a config, and
+each graph is compared with its model before it is put in place. The rows say for which models a test does that.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from hf_posswap.checkpoints.exports.claims import (
 )
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
-ENGINE = "llama-cpp-python 0.3.36"
+LLAMACPP_ENGINE = "llama-cpp-python 0.3.36"
 _SERVE = "llama-server -m model.gguf -c {length}"
 _CONVERT = f"python convert_hf_to_gguf.py {{folder}} --outfile model.gguf && {_SERVE}"
 _WRITE = f"posswap export {{folder}} --target llamacpp -o model.gguf && {_SERVE}"
@@ -48,6 +52,59 @@ _bare = of_model("qwen3", "qwen2_moe", "qwen3_moe")
 _phi3 = of_model("phi3")
 _gemma3 = of_model("gemma3_text")
 _smollm3 = both(of_model("smollm3"), every_fourth_plain)
+GRAPH_ENGINES = {"onnx": "onnxruntime 1.32.0 and torch 2.13", "torch": "torch 2.13"}
+_GRAPH_COMMANDS = {
+    "onnx": "posswap export {folder} --target onnx -o model.onnx",
+    "torch": "posswap export {folder} --target torch -o model.pt2",
+}
+_ITSELF = (
+    "the graph contains the mechanism and needs neither transformers nor hf_posswap: any batch and length, "
+    "padding by the mask, no cache."
+)
+_CHECKED = "The export runs it and compares it with the model before it writes the file, or refuses."
+_COMPARED = f"{_ITSELF} {_CHECKED}"
+_LENGTH = (
+    "the angles are computed from the length of the longest row of a batch, as in transformers; torch's older exporter "
+    "(dynamo=False) keeps those of the length that it traced with: silently wrong by nats beyond."
+)
+_TABLE_ENDS = f"{_ITSELF} A position table ends where its rows end: onnxruntime and torch stop beyond."
+_PLUGIN_MODELS = "Llama, GPT-2, OPT, BERT"
+_VALUES = (
+    "with follow='query' how many rotations a text takes depends on the numbers that come in, and a graph is the "
+    "same for all: use follow='sequence'."
+)
+_ROTARY_MODELS = "Llama, GPT-NeoX, Gemma 3, ModernBERT"
+_rotary = of_model("llama", "gpt_neox", "gemma3_text", "modernbert")
+_follows = both(of_type("dynamic", "longrope"), but_not(one_list))
+_GraphRow = tuple[str, str, str, Condition, Known]
+_GRAPH_ROWS: tuple[_GraphRow, ...] = (
+    (
+        "what needs hf_posswap: rope of any kind, alibi, t5, kerple, fire, xpos, rnope, self_extend, dual_chunk",
+        _PLUGIN_MODELS,
+        _ITSELF,
+        both(plugin, of_model("llama", "gpt2", "opt", "bert")),
+        "tested",
+    ),
+    ("what needs hf_posswap", "others", _COMPARED, plugin, "read"),
+    (
+        "a table: learned, sinusoidal, nope",
+        "GPT-2, BERT, RoBERTa",
+        _TABLE_ENDS,
+        both(table, of_model("gpt2", "bert", "roberta")),
+        "tested",
+    ),
+    ("a table", "others", f"{_TABLE_ENDS} {_CHECKED}", table, "read"),
+    (
+        "dynamic, longrope of two lists",
+        _ROTARY_MODELS,
+        _LENGTH,
+        both(_follows, _rotary),
+        "tested",
+    ),
+    ("dynamic, longrope of two lists", "others", f"{_LENGTH} {_CHECKED}", _follows, "read"),
+    ("any other rope", _ROTARY_MODELS, _ITSELF, _rotary, "tested"),
+    ("any other rope", "others", _COMPARED, anything, "read"),
+)
 
 
 def _simple(position_config: PositionConfig) -> bool:
@@ -82,7 +139,7 @@ def _row(
     known: Known = "read",
     roads: tuple[Road, ...] = ("folder",),
 ) -> Claim:
-    return Claim("llamacpp", positions, models, verdict, why, command, ENGINE, known, fits, roads)
+    return Claim("llamacpp", positions, models, verdict, why, command, LLAMACPP_ENGINE, known, fits, roads)
 
 
 LLAMACPP = (
@@ -417,3 +474,48 @@ LLAMACPP = (
     ),
 )
 """The first row that fits decides."""
+
+
+def _by_query(position_config: PositionConfig) -> bool:
+    """Return whether the angles follow each query's own position."""
+    return position_config.settings.get("follow") == "query"
+
+
+def _graph_rows(target: str) -> tuple[Claim, ...]:
+    exact = (
+        Claim(
+            target,
+            positions,
+            models,
+            "exact",
+            why,
+            _GRAPH_COMMANDS[target],
+            GRAPH_ENGINES[target],
+            known,
+            fits,
+            ("graph",),
+        )
+        for positions, models, why, fits, known in _GRAPH_ROWS
+    )
+    follows_query = "dynamic, longrope with follow='query'"
+    return (
+        Claim(
+            target,
+            follows_query,
+            "all",
+            "impossible",
+            _VALUES,
+            "",
+            GRAPH_ENGINES[target],
+            "tested",
+            both(plugin, _by_query),
+            (),
+        ),
+        *exact,
+    )
+
+
+ONNX = _graph_rows("onnx")
+
+
+TORCH = _graph_rows("torch")

@@ -1,5 +1,0 @@
-"""The known position traps of a checkpoint, found without loading its weights."""
-
-from hf_posswap.utils.public_names import attach_public_names
-
-__getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)
