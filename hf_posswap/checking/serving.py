@@ -65,8 +65,8 @@ def _wanted(judged: Judgement, positions: PositionConfig, config: Any) -> dict[s
     if positions.rope_type == "default" and positions.rope.get("rope_theta", _USUAL_THETA) == _USUAL_THETA:
         return {}
     values = config.to_dict()
-    rope = {key: value for key, value in judged.rope.items() if not _same(positions.rope.get(key), value)}
-    outer = {key: value for key, value in judged.config.items() if not _same(values.get(key), value)}
+    rope = {key: value for key, value in judged.spelling.rope.items() if not _same(positions.rope.get(key), value)}
+    outer = {key: value for key, value in judged.spelling.config.items() if not _same(values.get(key), value)}
     return outer | ({"rope_parameters": rope} if rope else {})
 
 

@@ -92,18 +92,19 @@ def write_card(
     patch = getattr(skeleton, "_posswap", None)
     plan = None if patch is None else patch.plan
     base, license = origin = _base_and_license(facts, token, online, card_data(folder).get("license"))
-    architecture = type(skeleton).__name__
+    architecture, training = type(skeleton).__name__, describe_positions(skeleton).trained
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     numbers, metrics = evaluation(facts.results, None if plan is None else plan.scheme.name, task or "other")
     data = _card_data(facts, task, plan, origin, metrics)
+    recipe = json.dumps(facts.recipe, indent=2, default=str)
     sections = [
         f"# {facts.repo_id.rpartition('/')[2]}",
-        _opening(plan, base) + _trained(skeleton),
+        _opening(plan, base) + ("" if training is None else f" Trained: {training}."),
         *([] if plan is None else [f"## What was swapped\n\n{_swap(plan)}"]),
         f"## How to load\n\n{_loading(plan, facts.repo_id, architecture)}",
         *([f"## Evaluation\n\n{numbers}"] if numbers else []),
         *(f"![{picture.stem}]({facts.pictures}/{picture.name})" for picture in facts.results.pictures),
-        *([f"## Recipe\n\n{_json(facts.recipe)}"] if facts.recipe else []),
+        *([f"## Recipe\n\n```json\n{recipe}\n```"] if facts.recipe else []),
         f"## Limits\n\n{_limits(plan, license)}",
         f"## Versions\n\n{_versions(skeleton.config)}",
     ]
@@ -217,12 +218,6 @@ def _opening(plan: SwapPlan | None, base: str | None) -> str:
     )
 
 
-def _trained(skeleton: Any) -> str:
-    """Return a sentence on the training that the config records; "": it records none."""
-    training = describe_positions(skeleton).trained
-    return "" if training is None else f" Trained: {training}."
-
-
 def _swap(plan: SwapPlan) -> str:
     from hf_posswap.patching.plan.text import EDIT_HEADER
 
@@ -249,10 +244,6 @@ def _loading(plan: SwapPlan | None, repo_id: str, architecture: str) -> str:
 
 def _python(code: str) -> str:
     return f"```python\n{code}\n```"
-
-
-def _json(value: dict[str, Any]) -> str:
-    return f"```json\n{json.dumps(value, indent=2, default=str)}\n```"
 
 
 def _limits(plan: SwapPlan | None, license: str | None) -> str:

@@ -12,7 +12,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
     assert chart.config is not None
     checked = ["config.json"]
     findings = config_findings(chart.config)
-    with _quiet():
+    with quiet_logger("transformers", logging.CRITICAL):  # the findings replace its log
         findings += record_findings(chart)
         layout = (
             None if any("posswap" in f.where and f.severity == "error" for f in findings) else lay_out(chart, **hub)
@@ -145,15 +144,9 @@ def _served(
 
 def config_findings(config: dict[str, Any], where: str = "config.json") -> list[Finding]:
     """Return the problems in the rope settings of a config and of the configs inside it."""
-    return [finding for location, each in _configs(config, where) for finding in rope_findings(each, location)]
-
-
-def _configs(config: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `config` and the configs inside it (text_config, ...), each with its location."""
-    yield where, config
-    for name, inner_config in config.items():
-        if isinstance(inner_config, dict) and "model_type" in inner_config:
-            yield f"{where}: {name}", inner_config
+    inner = {name: value for name, value in config.items() if isinstance(value, dict) and "model_type" in value}
+    located = {where: config, **{f"{where}: {name}": value for name, value in inner.items()}}  # text_config, ...
+    return [finding for location, each in located.items() for finding in rope_findings(each, location)]
 
 
 def _positions(chart: Chart, layout: Any) -> str:
@@ -169,13 +162,6 @@ def _positions(chart: Chart, layout: Any) -> str:
     record = (chart.config or {}).get("posswap")
     swapped = report.swapped or (record["scheme"]["name"] if isinstance(record, dict) else None)
     return f"{report.model}, {report.native}" + (f", swapped to {swapped}" if swapped else "")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' log inside the block: the findings replace it."""
-    with quiet_logger("transformers", logging.CRITICAL):
-        yield
 
 
 @dataclass(frozen=True)
@@ -212,14 +198,10 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
         problem = f"no model can be built from it: {lines[0]}"
         do = "Fix the config, or use the version of transformers (and of hf_posswap) that wrote it."
         return Finding("error", "config.json", problem, do)
-    return Layout(model, _sites(model))
-
-
-def _sites(model: Any) -> Sites | None:
     try:
-        return locate(model)
+        return Layout(model, locate(model))
     except (UnsupportedModelError, AttributeError, KeyError, TypeError):  # no family describes this model
-        return None
+        return Layout(model, None)
 
 
 def weight_findings(layout: Layout, shapes: Shapes) -> Iterator[Finding]:
@@ -310,7 +292,7 @@ def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
         settings
         and not rotary
         and not hasattr(layout.model, "_posswap")
-        and "rope_parameters" not in _class_attributes(layout)
+        and "rope_parameters" not in config_class.__dict__
     ):
         problem = f"{', '.join(settings)}: {type(layout.model).__name__} has no rotary module, so this has no effect."
         yield Finding("error", "config.json", problem, "Remove it, or swap the mechanism with hf_posswap.")
@@ -330,15 +312,14 @@ def setting_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
             yield Finding("error", "config.json", problem, "Use rope type 'proportional', or a class that applies it.")
 
 
-def _class_attributes(layout: Layout) -> Any:
-    return type(layout.model.config).__dict__
-
-
 def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     """Yield lengths beyond the end of a position table."""
-    code = "tokenizer-length"
-    has_table = layout.sites is not None and layout.sites.table_path is not None
-    rows = _table_rows(layout, chart) if has_table else None
+    code, sites, rows = "tokenizer-length", layout.sites, None
+    if sites is not None and sites.table_path is not None:
+        shape: Any = (chart.shapes or {}).get(f"{sites.table_path}.weight")
+        if shape is None:
+            shape = getattr(get(layout.model, sites.table_path), "weight", torch.empty(0, device="meta")).shape
+        rows = shape[0] - sites.table_offset if len(shape) == 2 else None  # None: the table was removed
     most = (chart.tokenizer or {}).get("model_max_length")
     if not isinstance(most, (int, float)) or most > 1e15:  # transformers' placeholder for no limit
         return
@@ -349,17 +330,6 @@ def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     if reach is not None and most < reach:
         problem = f"model_max_length is {most:g}, and the model is meant for {reach}: truncation cuts texts short."
         yield Finding("warning", "tokenizer_config.json", problem, f"Set it to {reach}.", code)
-
-
-def _table_rows(layout: Layout, chart: Chart) -> int | None:
-    """Return the positions of the table, from the weights' header where there is one; None where it was removed."""
-    sites = layout.sites
-    assert sites is not None
-    assert sites.table_path is not None
-    shape: Any = (chart.shapes or {}).get(f"{sites.table_path}.weight")
-    if shape is None:
-        shape = getattr(get(layout.model, sites.table_path), "weight", torch.empty(0, device="meta")).shape
-    return shape[0] - sites.table_offset if len(shape) == 2 else None
 
 
 def _reach(layout: Layout, chart: Chart) -> int | None:

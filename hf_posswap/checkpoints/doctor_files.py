@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, POSSWAP_ROPE_TYPE, read
 from hf_posswap.utils.auto_classes import refuse_endless_lists
+from hf_posswap.utils.format import is_number
 from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
 
@@ -69,7 +70,9 @@ def read_chart(source: str | Path, **hub: Any) -> Chart:
     config, adapter, sidecar, tokenizer = (read_json_of(source, name, **hub) for name in names)
     if config is None and adapter is None:
         raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json.")
-    shapes = None if config is None else _shapes_of(source, hub)
+    shapes = None
+    if config is not None:
+        shapes = folder_shapes(Path(source)) if Path(source).is_dir() else _shapes_on_hub(str(source), hub)
     return Chart(str(source), config, adapter, sidecar, tokenizer, shapes)
 
 
@@ -79,31 +82,19 @@ def read_json_of(source: str | Path, name: str, **hub: Any) -> dict[str, Any] | 
     Raises:
         CheckpointError: it cannot be read, or holds no object.
     """
-    path = _path_of(source, name, hub)
-    if path is None:
+    folder = Path(source)
+    if folder.is_dir() and not (folder / name).is_file():
         return None
     try:
+        path = folder / name if folder.is_dir() else file_of(source, name, **hub)
+        if path is None:
+            return None
         value = read_bounded_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} of {str(source)!r} must hold an object, got {type(value).__name__}.")
     return value
-
-
-def _path_of(source: str | Path, name: str, hub: dict[str, Any]) -> Path | None:
-    """Return where the file `name` is, downloaded if need be; None where there is no such file."""
-    folder = Path(source)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    try:
-        return file_of(source, name, **hub)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {name} of {str(source)!r}: {error}") from error
-
-
-def _shapes_of(source: str | Path, hub: dict[str, Any]) -> Shapes | None:
-    return folder_shapes(Path(source)) if Path(source).is_dir() else _shapes_on_hub(str(source), hub)
 
 
 def _shapes_on_hub(source: str, hub: dict[str, Any]) -> Shapes | None:
@@ -228,7 +219,7 @@ def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator
             "theta-twice",
         )
     value = outside if inside is None else inside
-    if value is not None and not (_is_number(value) and value > 1):
+    if value is not None and not (is_number(value) and value > 1):
         yield Finding(
             "error",
             where,
@@ -257,7 +248,7 @@ def _factor(config: dict[str, Any], rope: dict[str, Any], type_name: str, where:
     factor = rope.get("factor")
     if factor is None and type_name == "longrope" and _original(config, rope):
         return
-    if not _is_number(factor) or factor < 1:
+    if not is_number(factor) or factor < 1:
         problem = f"{type_name} needs a factor >= 1, got {factor!r}."
         yield Finding("error", where, problem, "Write target length over original length.", "scaling-factor")
 
@@ -286,7 +277,7 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where
             "scaling-original",
         )
         return
-    if not (_is_number(original) and original > 0 and _is_number(most) and _is_number(factor)):
+    if not (is_number(original) and original > 0 and is_number(most) and is_number(factor)):
         return
     if factor > 1 and most == original:
         yield Finding(
@@ -314,7 +305,7 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
     if any(scales) and not all(scales) and given is None:
         problem = "mscale and mscale_all_dim act together, and one of them is missing: programs differ in what they do."
         yield Finding("warning", where, problem, "Write attention_factor itself.", "attention-factor")
-    if not _is_number(factor) or factor < 1:
+    if not is_number(factor) or factor < 1:
         return
     usual = 0.1 * math.log(factor) + 1
     if given is None and any(scales):
@@ -331,7 +322,7 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
             f"no attention_factor: it should be 0.1 ln {factor:g} + 1 = {usual:.6g}, and not all programs compute it."
         )
         yield Finding("note", where, problem, f'Write "attention_factor": {usual:.6g}.', "attention-factor")
-    elif _is_number(given) and abs(given - usual) > 1e-3:
+    elif is_number(given) and abs(given - usual) > 1e-3:
         problem = (
             f"attention_factor is {given:g}, not 0.1 ln {factor:g} + 1 = {usual:.6g}: vLLM before September 2026 and "
         )
@@ -341,10 +332,6 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
 
 def _original(config: dict[str, Any], rope: dict[str, Any]) -> Any:
     return rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def record_findings(chart: Chart) -> Iterator[Finding]:

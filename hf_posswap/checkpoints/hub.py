@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,9 @@ def _advice(error: Exception) -> str | None:
     if status == 412:
         return "Someone else committed meanwhile, and nothing of this push is there: look at it, and push again."
     if status == 429:
-        return f"The Hub asks to wait{_asked_wait(cause)}. Nothing was committed: push again after that."
+        seconds = retry_after(cause.response.headers)
+        wait = "" if seconds is None else f" {seconds:.0f} s"
+        return f"The Hub asks to wait{wait}. Nothing was committed: push again after that."
     if status is not None and status >= 500:
         return "The Hub failed before anything was committed: push again."
     if status is not None or type(cause) is ValueError:
@@ -112,11 +115,6 @@ def _advice(error: Exception) -> str | None:
     return None
 
 
-def _asked_wait(error: Any) -> str:
-    seconds = retry_after(error.response.headers)
-    return "" if seconds is None else f" {seconds:.0f} s"
-
-
 def _is_about_the_wire(error: BaseException | None) -> bool:
     """Return whether `error`, or what caused it, comes from the client's transport: httpx, its successor, or xet."""
     if error is None:
@@ -126,10 +124,11 @@ def _is_about_the_wire(error: BaseException | None) -> bool:
     return isinstance(error, OSError) or home in _TRANSPORTS or xet or _is_about_the_wire(error.__cause__)
 
 
+@dataclass
 class Commit:
     """Files to write and to delete in one commit to a branch.
 
-    Args:
+    Attributes:
         api: of the Hub.
         repo_id: repository, which exists.
         revision: branch, which exists.
@@ -137,8 +136,11 @@ class Commit:
         deleted: paths that go.
     """
 
-    def __init__(self, api: HfApi, repo_id: str, revision: str, files: dict[str, Path], deleted: Sequence[str]) -> None:
-        self.api, self.repo_id, self.revision, self.files, self.deleted = api, repo_id, revision, files, deleted
+    api: HfApi
+    repo_id: str
+    revision: str
+    files: dict[str, Path]
+    deleted: Sequence[str]
 
     def send(self, session: HubSession, message: str) -> tuple[str, str]:
         """Return the id and the address of the commit, made now, or found there after its answer was lost.

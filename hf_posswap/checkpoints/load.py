@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -374,7 +373,9 @@ def _identity(source: str | Path) -> str:
 def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
     peft = import_peft()
     try:
-        refuse_integers(unwrap(model), _dtypes(source, hub), str(source))
+        weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
+        dtypes = kinds_in(read_adapter_weights(source, **hub)[1]) if weights is None else kinds_in_file(weights)
+        refuse_integers(unwrap(model), dtypes, str(source))
         with without_peft_warning():
             adapted = peft.PeftModel.from_pretrained(model, str(source), is_trainable=trainable, **hub)
     except PosswapError:
@@ -383,12 +384,6 @@ def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {reason}") from error
     return adapted
-
-
-def _dtypes(source: str | Path, hub: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes of an adapter's weights, by name."""
-    weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
-    return kinds_in(read_adapter_weights(source, **hub)[1]) if weights is None else kinds_in_file(weights)
 
 
 def _tell_training(model: Any, adapter: AdapterSource) -> None:
@@ -461,16 +456,10 @@ def checked_plan(model: Any) -> SwapPlan:
         RecordError: it says something else, or nothing that can be carried out: what differs, by name.
     """
     skeleton, plan = recorded_plan(model.config, type(model))
-    refuse_lie(plan, [*config_problems(model, skeleton, plan), *_weight_problems(model, plan)])
+    weights = [(edit.path, edit.check_loaded(model)) for edit in plan.edits]  # those on meta cannot be read
+    weight_problems = [f"{path} {problem}" for path, problem in weights if problem is not None]
+    refuse_lie(plan, [*config_problems(model, skeleton, plan), *weight_problems])
     return plan
-
-
-def _weight_problems(model: Any, plan: SwapPlan) -> Iterator[str]:
-    """Give which weights are not those that the native `plan` leaves behind; those on meta cannot be read."""
-    for edit in plan.edits:
-        problem = edit.check_loaded(model)
-        if problem is not None:
-            yield f"{edit.path} {problem}"
 
 
 def load_example() -> PreTrainedModel:

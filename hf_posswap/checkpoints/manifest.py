@@ -21,7 +21,7 @@ from hf_posswap.checkpoints.card import is_saved_readme
 from hf_posswap.compat.transformers_saved import WEIGHTS, saved_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.record.adapter_marks import SIDECAR
-from hf_posswap.utils.atomic_io import read_json, write_json
+from hf_posswap.utils.atomic_io import object_or_empty, read_json, write_json
 from hf_posswap.utils.untrusted import read_bounded
 
 MANIFEST = "posswap_files.json"
@@ -177,7 +177,9 @@ def unrecognised_entries(folder: Path) -> dict[str, str]:
 
 def _recognised(folder: Path, names: Iterable[str]) -> set[str]:
     """Return those of `names`, of regular files, that a save wrote."""
-    known = {*saved_names(_tokenizer_class(folder)), *_shards(folder), *_bundled_code(folder), *_sentence_files(folder)}
+    named = object_or_empty(folder / "tokenizer_config.json").get("tokenizer_class")
+    of_tokenizer = saved_names(named if isinstance(named, str) else None)
+    known = {*of_tokenizer, *_shards(folder), *_bundled_code(folder), *_sentence_files(folder)}
     adapters = {os.path.dirname(name) for name in names if os.path.basename(name) == ADAPTER_CONFIG}
     known |= {
         os.path.join(adapter_folder, name)
@@ -194,16 +196,11 @@ def _recognised(folder: Path, names: Iterable[str]) -> set[str]:
     return {name for name in names if name in known or _TEMPLATE.fullmatch(name)}
 
 
-def _tokenizer_class(folder: Path) -> str | None:
-    named = _object(folder / "tokenizer_config.json").get("tokenizer_class")
-    return named if isinstance(named, str) else None
-
-
 def _shards(folder: Path) -> set[str]:
     """Return the files that the indices of the weights name, and these indices."""
     files = set()
     for index in WEIGHTS.values():
-        shards = _object(folder / index).get("weight_map")
+        shards = object_or_empty(folder / index).get("weight_map")
         if isinstance(shards, dict):
             files |= {index, *(name for name in shards.values() if isinstance(name, str) and _SHARD.fullmatch(name))}
     return files
@@ -247,14 +244,6 @@ def _is_untouched_card(path: Path) -> bool:
         return False
     body = _PEFT_VERSIONS.sub("", card.text.rstrip() + "\n")
     return set(card.data.to_dict()) <= _CARD_DATA and body.split() == template.text.split()
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path)
-    except CheckpointError:
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _text(path: Path) -> str:

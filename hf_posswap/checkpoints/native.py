@@ -169,8 +169,11 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
         model._posswap.plan.record
     ):  # the weights were trained for this mechanism
         config.posswap_training = {**training.to_dict(), "swap": None}
+    pooling = {}
+    if "add_pooling_layer" in inspect.signature(blueprint.model_class).parameters:
+        pooling["add_pooling_layer"] = any(path.startswith("pooler.") for path in blueprint.weights)
     with PROCESS, without_initialising():  # transformers changes the default dtype of the process meanwhile
-        native = build_model(blueprint.model_class, config, dtype=model.dtype, **_pooling(blueprint))
+        native = build_model(blueprint.model_class, config, dtype=model.dtype, **pooling)
     with torch.no_grad():
         native.load_state_dict(blueprint.weights, strict=True)
     if native.can_generate() and getattr(model, "generation_config", None) is not None:
@@ -178,28 +181,31 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
     return native.to(model.device).train(model.training)
 
 
-def _pooling(blueprint: Blueprint) -> dict[str, bool]:
-    """Return the argument that builds a base model without a pooler where the weights have none."""
-    has = any(path.startswith("pooler.") for path in blueprint.weights)
-    takes = "add_pooling_layer" in inspect.signature(blueprint.model_class).parameters
-    return {"add_pooling_layer": has} if takes else {}
-
-
 def stock_config(model: Any) -> tuple[PositionConfig, str] | None:
     """Return the positions of the first stock class that may compute the swapped `model`, and its name; None: none.
 
     It is not verified here: `posswap to-native` compares outputs before it writes.
     """
+    blueprint = _first_blueprint(model, (PosswapError, NotImplementedError, RuntimeError))
+    if blueprint is None:
+        return None
+    config, name = copy.copy(blueprint.config), str(blueprint.model_class.__name__)
+    config.architectures = [name]  # as save_pretrained writes it
+    return position_config_of(config), name
+
+
+def _first_blueprint(model: Any, cannot: tuple[type[Exception], ...]) -> Blueprint | None:
+    """Return the blueprint of the first conversion that does not refuse `model`, which may be on the meta device.
+
+    `cannot`: the errors of a conversion that is not exact, or needs the values of weights.
+    """
     for sources, build in CONVERSIONS.values():
         if sources is not None and model.config.model_type not in sources:
             continue
         try:
-            blueprint = build(model, swap_plan(model))
-        except (PosswapError, NotImplementedError, RuntimeError):  # not exact, or it needs the weights' values
+            return build(model, swap_plan(model))
+        except cannot:
             continue
-        config, name = copy.copy(blueprint.config), str(blueprint.model_class.__name__)
-        config.architectures = [name]  # as save_pretrained writes it
-        return position_config_of(config), name
     return None
 
 
@@ -219,29 +225,17 @@ def stock_instead(folder: Path, *, in_memory: bool, trust_remote_code: bool = Fa
     record = getattr(config, "posswap", None)
     if record is None or record.get("route") != "plugin":
         return ()
-    name = _stock_class(config)
-    if name is None:
-        return ()
-    how = "push hf_posswap.to_native(model)" if in_memory else f"posswap to-native {folder} -o OUT, then push OUT"
-    return (f"A stock {name} computes the same, and needs no hf_posswap where it is loaded: {how}.",)
-
-
-def _stock_class(config: Any) -> str | None:
-    """Return the name of the stock class that the first exact conversion gives; None: there is none."""
     try:
         with torch.device("meta"):
             model = swapped_class(model_class_of(config))(copy.deepcopy(config))
     except Exception:  # code of any model, at values of any config: no more than a suggestion is lost
-        return None
-    for sources, build in CONVERSIONS.values():
-        if sources is not None and config.model_type not in sources:
-            continue
-        try:
-            blueprint = build(model, model._posswap.plan)
-        except Exception:  # one that does not fit refuses; one that needs values of weights cannot say
-            continue
-        return str(blueprint.model_class.__name__)
-    return None
+        return ()
+    blueprint = _first_blueprint(model, (Exception,))
+    if blueprint is None:
+        return ()
+    name = blueprint.model_class.__name__
+    how = "push hf_posswap.to_native(model)" if in_memory else f"posswap to-native {folder} -o OUT, then push OUT"
+    return (f"A stock {name} computes the same, and needs no hf_posswap where it is loaded: {how}.",)
 
 
 @dataclass(frozen=True)
@@ -293,13 +287,14 @@ def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bo
     pair = [each if each.dtype in (torch.float32, torch.float64) else _wide(each) for each in (model, native)]
     modes = [each.training for each in pair]
     vocabulary = min(each.config.vocab_size for each in pair)
+    padding = getattr(model.config, "pad_token_id", None)
     generator = torch.Generator().manual_seed(seed)
     difference = spread = 0.0
     try:
         for length in lengths:
-            ids = _without_padding_tokens(
-                model.config, vocabulary, torch.randint(0, vocabulary, (2, length), generator=generator)
-            )
+            ids = torch.randint(0, vocabulary, (2, length), generator=generator)
+            if padding is not None:  # RoBERTa's family counts positions by such tokens, its native class does not
+                ids = torch.where(ids == padding, (padding + 1) % vocabulary, ids)
             for inputs in _inputs(ids, causal):
                 outputs, expected = (_outputs(each.eval(), inputs) for each in pair)
                 for name, value in expected.items():
@@ -316,12 +311,6 @@ def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bo
             f"{proof}. Nothing was changed; keep the swapped model, and please report this."
         )
     return proof
-
-
-def _without_padding_tokens(config: Any, vocabulary: int, ids: Tensor) -> Tensor:
-    """Return `ids` without padding tokens: RoBERTa's family counts positions by them, its native class does not."""
-    padding = getattr(config, "pad_token_id", None)
-    return ids if padding is None else torch.where(ids == padding, (padding + 1) % vocabulary, ids)
 
 
 def _wide(model: Any) -> Any:
@@ -348,19 +337,15 @@ def _inputs(ids: Tensor, causal: bool) -> list[dict[str, Tensor]]:
     return [whole, {"input_ids": ids, "attention_mask": padded}]
 
 
-def _sound(config: Any, rows: int) -> Tensor:
-    """Return noise [rows, M, F] of the length that an audio model needs, the same each time."""
-    shape = (rows, config.num_mel_bins, 2 * config.max_source_positions)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
 def _outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of `model` that are not padding, by name, in float32 on the CPU."""
     parameters = inspect.signature(type(model).forward).parameters
     if model.config.is_encoder_decoder:  # the same tokens in both stacks
         inputs = inputs | {f"decoder_{name}": value for name, value in inputs.items()}
     if "input_features" in parameters:
-        inputs = inputs | {"input_features": _sound(model.config, len(inputs["input_ids"]))}
+        shape = (len(inputs["input_ids"]), model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # of the length that it needs
+        inputs = inputs | {"input_features": noise}
     given = {name: value.to(model.device) for name, value in inputs.items() if name in parameters}
     out = model(**given)
     outputs = {}

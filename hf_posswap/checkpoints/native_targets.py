@@ -107,7 +107,7 @@ def same_class(model: Any, plan: SwapPlan) -> Blueprint:
     Raises:
         UnsupportedSwapError: it would not be exact, with the reason.
     """
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    weights = dict(model.state_dict())  # without the metadata by which a stock class refuses them
     if plan.route == "native":
         config = without_record(model.config)
         ends = plan.sites.table_path is not None
@@ -162,11 +162,14 @@ def smollm3(model: Any, plan: SwapPlan) -> Blueprint:
     """
     config = native_config(model.config)
     rope, rotates = _rotation(plan)
-    name = type(model).__name__.replace(_prefix(model), "SmolLM3", 1)
+    model_type = str(model.config.model_type)
+    if model_type not in _LLAMA_KIND:
+        refuse(f"its layers are those of {', '.join(_LLAMA_KIND)}, and not of {model_type}")
+    name = type(model).__name__.replace(model_type.capitalize(), "SmolLM3", 1)
     model_class = getattr(transformers, name, None)
     if model_class is None:
         refuse(f"transformers has no class {name}")
-    weights = {path: tensor.detach() for path, tensor in model.state_dict().items()}
+    weights = dict(model.state_dict())  # without the metadata by which a stock class refuses them
     biased = any(path.endswith("_proj.bias") and ".self_attn." in path for path in weights)
     layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -208,14 +211,6 @@ def _rotation(plan: SwapPlan) -> tuple[RotaryScheme | None, list[int]]:
             f"it adds only layers without positions, with one rotation in all others, and this scheme is {plan.scheme}"
         )
     return (ropes[0] if ropes else None), rotates
-
-
-def _prefix(model: Any) -> str:
-    """Return the architecture in the class's name: Llama, Mistral, Qwen2."""
-    model_type = model.config.model_type
-    if model_type not in _LLAMA_KIND:
-        refuse(f"its layers are those of {', '.join(_LLAMA_KIND)}, and not of {model_type}")
-    return str(model_type).capitalize()
 
 
 def _with_biases(weights: Weights, plan: SwapPlan) -> Weights:

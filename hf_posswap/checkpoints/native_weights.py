@@ -151,9 +151,8 @@ def transformer_weights_of(model: Any) -> TransformerWeights:
         raise TypeError(f"no source for model type {model.config.model_type!r}")
     if getattr(model.config, "add_cross_attention", False):
         refuse("it has cross-attention")
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     base = model.base_model_prefix + "." if hasattr(model, model.base_model_prefix) else ""
-    return take(model, state, base)
+    return take(model, model.state_dict(), base)
 
 
 def _shape(config: Any, **more: Any) -> dict[str, Any]:

@@ -132,11 +132,6 @@ TARGETS = tuple(dict.fromkeys(fact.target for fact in FACTS))
 """The programs that `overrides` knows."""
 
 
-def fact_of(target: str) -> Fact:
-    """Return the row of the newest versions of a program."""
-    return next(fact for fact in FACTS if fact.target == target)
-
-
 def facts_markdown() -> str:
     """Return the table for the page on serving."""
     rows = [("program", "versions", "keys", "what it does with them", "read in", "run here")]
@@ -241,25 +236,20 @@ def overrides(
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
     with of_any_release():
         plan = plan_swap(skeleton, scheme, max_length=max_length, **options)
-    swap = config_swap(_name_of(model), _scheme_text(scheme, options), max_length, skeleton, plan, target)
+    named = model if isinstance(model, str | Path) else getattr(getattr(model, "config", model), "name_or_path", "")
+    swap = config_swap(str(named or "MODEL"), _scheme_text(scheme, options), max_length, skeleton, plan, target)
     if isinstance(model, str | Path) and str(checkpoint_of(model)) != str(model):
         raise UnsupportedSwapError(
             f"{target} takes overrides for the config.json of a folder or a Hub id, and {swap.name} is a GGUF file. "
             f"{swap.instead}"
         )
-    pasted, fact = WRITERS[target](swap), fact_of(target)
+    pasted = WRITERS[target](swap)
+    fact = next(fact for fact in FACTS if fact.target == target)  # that of the newest versions
     source = f"{fact.source}; run here: {fact.run}"
     return Overrides(
         target, swap.name, str(plan.scheme), plan.max_length, pasted.text, pasted.values, pasted.verdict, pasted.why,
         fact.versions, source, pasted.also, pasted.notes,
     )  # fmt: skip
-
-
-def _name_of(model: Any) -> str:
-    """Return the model's name for commands; MODEL where it has none."""
-    if isinstance(model, str | Path):
-        return str(model)
-    return str(getattr(getattr(model, "config", model), "name_or_path", "") or "MODEL")
 
 
 def _scheme_text(scheme: Any, options: dict[str, Any]) -> str:

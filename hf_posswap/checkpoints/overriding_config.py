@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
@@ -84,18 +86,13 @@ class ConfigSwap:
         return any(each.get("rope_type") == "longrope" for each in sets)
 
     @property
-    def swapped_config(self) -> Any:
-        """A copy of the config with the values of the swap."""
-        config = copy.deepcopy(self.config)
-        for path, value in self.values.items():
-            parent, _, leaf = path.rpartition(".")
-            setattr(config_at(config, parent), leaf, copy.deepcopy(value))
-        return config
-
-    @property
     def position_config(self) -> PositionConfig:
         """The positions after the swap, as the table of claims judges them."""
-        config = position_config_of(config_at(self.swapped_config, self.part))
+        swapped = copy.deepcopy(self.config)
+        for path, value in self.values.items():
+            parent, _, leaf = path.rpartition(".")
+            setattr(config_at(swapped, parent), leaf, copy.deepcopy(value))
+        config = position_config_of(config_at(swapped, self.part))
         original = config.original or min(self.plan.sites.geometry.original_length, self.length)
         whole = self.config
         dtype = getattr(whole, "dtype", None)
@@ -203,7 +200,7 @@ def by_vllm(config: Any, values: dict[str, Any]) -> Any:
     applied = copy.deepcopy(config)
     for name, value in values.items():
         inner = getattr(applied, name, None)
-        if isinstance(value, dict) and _is_config(inner):
+        if isinstance(value, dict) and isinstance(inner, PreTrainedConfig):
             _merge(inner, value)
         else:
             setattr(applied, name, copy.deepcopy(value))
@@ -215,7 +212,7 @@ def by_sglang(config: Any, values: dict[str, Any]) -> Any:
     applied = copy.deepcopy(config)
     for name, value in copy.deepcopy(values).items():
         current: Any = getattr(applied, name, None)
-        if isinstance(value, dict) and _is_config(current):
+        if isinstance(value, dict) and isinstance(current, PreTrainedConfig):
             current.update(value)
         elif name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and isinstance(current, dict):
             setattr(applied, name, {**current, **value})
@@ -284,7 +281,8 @@ def vllm_length(config: Any) -> float:
     most = min((length for length in lengths if isinstance(length, int)), default=math.inf)
     factor = 1.0
     if "gemma3" not in config.model_type:
-        for rope in _sets(config):
+        parameters = getattr(config, "rope_parameters", None) or {}
+        for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
             if rope.get("rope_type") not in ("su", "longrope", "llama3", "yarn"):
                 factor = rope.get("factor") or factor
     return (getattr(config, "model_max_length", None) or most) * factor
@@ -297,18 +295,6 @@ def sglang_length(config: Any) -> float:
     rope = getattr(config, "rope_parameters", None) or {}
     whole = "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3"
     return int(length * (1 if whole else rope.get("factor") or 1))
-
-
-def _sets(config: Any) -> list[dict[str, Any]]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    inner = [value for value in rope.values() if isinstance(value, dict)]
-    return inner or [rope]
-
-
-def _is_config(value: Any) -> bool:
-    from transformers import PreTrainedConfig
-
-    return isinstance(value, PreTrainedConfig)
 
 
 def _merge(target: Any, updates: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def _served(target: str, swap: ConfigSwap, option: str) -> Pasted:
         values[swap.rope_path] = spell_rope(values[swap.rope_path], position_config, judgement)
     apply, most = _RULES[target]
     wanted = swap.wanted_rope | {swap.part: values[swap.rope_path]}
-    lengths = [None if judgement is None else judgement.config.get("max_position_embeddings")]
+    lengths = [None if judgement is None else judgement.spelling.config.get("max_position_embeddings")]
     lengths += [values.get(swap.length_path)]
     if position_config.rope_type != "dynamic":  # its angles depend on that length
         lengths.append(swap.length)

@@ -24,7 +24,6 @@ from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
     from transformers import PreTrainedModel
 
 LEFT_OUT = (
@@ -165,9 +164,10 @@ def push(
         if not dry_run:
             session = stack.enter_context(hub_session(timeout))
             _check_reach(repo_id, token)
-        folder = _folder_of(source, tokenizer, scratch / "model")
+        in_memory = not isinstance(source, str | Path)
+        folder = save(source, scratch / "model", tokenizer=tokenizer) if in_memory else Path(source)
         files, text = files_to_push(folder), None
-        notes = _stock_instead(source, folder, trust_remote_code)
+        notes = stock_instead(folder, in_memory=in_memory, trust_remote_code=trust_remote_code)
         if card and (CARD not in files or is_saved_readme(folder / CARD)):
             facts, source_notes = _card_facts(source, repo_id, given, trust_remote_code)
             text = write_card(folder, facts, token=token, online=not dry_run, trust_remote_code=trust_remote_code)
@@ -214,29 +214,15 @@ class _Given:
 
 def _card_facts(source: Any, repo_id: str, given: _Given, trust_remote_code: bool) -> tuple[CardFacts, tuple[str, ...]]:
     """Return the facts of the card, given or from the model's run; and where they were found, as sentences."""
-    artifacts = _run_artifacts(source, trust_remote_code, looks=given.recipe is None or given.results is None)
+    looks, artifacts = given.recipe is None or given.results is None, RunArtifacts()
+    if looks and isinstance(source, str | Path) and (Path(source) / "config.json").is_file():
+        patch = getattr(on_meta(str(source), trust_remote_code=trust_remote_code), "_posswap", None)
+        artifacts = find_run_artifacts(Path(source), None if patch is None else patch.plan)
     base = given.base_model or artifacts.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
     results = artifacts.results if given.results is None else given.results
     facts = CardFacts(repo_id, base, given.license, given.recipe or artifacts.recipe, results, PICTURES)
     is_looked_for = {"recipe": given.recipe is None, "results": given.results is None}
     return facts, tuple(note for name, note in artifacts.sources.items() if is_looked_for[name])
-
-
-def _folder_of(source: Any, tokenizer: Any, scratch: Path) -> Path:
-    """Return the folder to push: `source`, or one in `scratch` that the model `source` is saved to."""
-    return Path(source) if isinstance(source, str | Path) else save(source, scratch, tokenizer=tokenizer)
-
-
-def _stock_instead(source: Any, folder: Path, trust_remote_code: bool) -> tuple[str, ...]:
-    return stock_instead(folder, in_memory=not isinstance(source, str | Path), trust_remote_code=trust_remote_code)
-
-
-def _run_artifacts(source: Any, trust_remote_code: bool, *, looks: bool) -> RunArtifacts:
-    """Return the artifacts of the run of a folder that is pushed."""
-    if not looks or not isinstance(source, str | Path) or not (Path(source) / "config.json").is_file():
-        return RunArtifacts()
-    patch = getattr(on_meta(str(source), trust_remote_code=trust_remote_code), "_posswap", None)
-    return find_run_artifacts(Path(source), None if patch is None else patch.plan)
 
 
 def _check_folder(folder: Path, tokenizer: Any) -> None:
@@ -261,10 +247,18 @@ def _check_folder(folder: Path, tokenizer: Any) -> None:
 def _commit(
     report: PushReport, files: dict[str, Path], session: HubSession, private: bool, token: str | None, message: str
 ) -> PushReport:
+    """Make the repository and the branch where they are missing, send the files, and return what went there."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token, library_name="hf_posswap")
-    _ready(api, report, private)
+    api.create_repo(report.repo_id, private=private or None, exist_ok=True)  # None: the default of the owner
+    if private and api.model_info(report.repo_id).private is False:
+        raise CheckpointError(
+            f"{report.repo_id} is there already and public, and private was asked for: nothing was sent. Make it "
+            "private on the Hub, or push to another name."
+        )
+    if report.revision != "main":
+        api.create_branch(report.repo_id, branch=report.revision, exist_ok=True)
     stale = stale_files(api.list_repo_files(report.repo_id, revision=report.revision), files)
     oid, url = Commit(api, report.repo_id, report.revision, files, stale).send(session, message)
     return replace(report, deleted=tuple(stale), commit=oid, url=url)
@@ -277,15 +271,3 @@ def _check_reach(repo_id: str, token: str | None) -> None:
 
     with hub_errors(repo_id), suppress(RepositoryNotFoundError):
         HfApi(token=token, library_name="hf_posswap").model_info(repo_id)
-
-
-def _ready(api: HfApi, report: PushReport, private: bool) -> None:
-    """Make the repository and the branch where they are missing."""
-    api.create_repo(report.repo_id, private=private or None, exist_ok=True)  # None: the default of the owner
-    if private and api.model_info(report.repo_id).private is False:
-        raise CheckpointError(
-            f"{report.repo_id} is there already and public, and private was asked for: nothing was sent. Make it "
-            "private on the Hub, or push to another name."
-        )
-    if report.revision != "main":
-        api.create_branch(report.repo_id, branch=report.revision, exist_ok=True)

@@ -6,7 +6,6 @@ Results are read from a file or a folder, and become a table for people and meta
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.utils.atomic_io import read_json
-from hf_posswap.utils.format import interval_text
+from hf_posswap.utils.atomic_io import object_or_empty
+from hf_posswap.utils.format import interval_text, is_number
 from hf_posswap.utils.naming import markdown_text, public_name
 from hf_posswap.utils.untrusted import read_bounded_json
 
@@ -59,12 +58,18 @@ def read_results(source: dict[str, Any] | str | Path | None) -> Results:
         values, pictures = source, []
     else:
         path = Path(source)
-        values = _read_results(path / RESULTS if path.is_dir() else path)
+        file = path / RESULTS if path.is_dir() else path
+        try:
+            values = read_bounded_json(file)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read the results in {file}: {error}; give a JSON file, or a folder with a {RESULTS}."
+            ) from error
         pictures = sorted(path.glob("*.png")) if path.is_dir() else []
     if isinstance(values, dict) and values.get("kind") == EVALUATION:
         with _refusing_damaged():
             values = _by_scheme(values)
-    if not isinstance(values, dict) or not (_is_quickstart(values) or all(map(_is_number, values.values()))):
+    if not isinstance(values, dict) or not (_is_quickstart(values) or all(map(is_number, values.values()))):
         raise CheckpointError(
             "results must be {metric: finite number}, or what posswap quickstart, eval or compare write to "
             "results.json (the folder or the dict)."
@@ -103,7 +108,7 @@ def _conclusion(model: dict[str, Any], base: str) -> str | None:
     if isinstance(conclusion, dict):
         return " ".join(text for text in (conclusion["text"], conclusion["inside"]) if text)
     loss = (model.get("short_reg") or {}).get("loss")
-    if not isinstance(loss, dict) or not _is_number(loss.get("difference")) or "verdict" not in loss:
+    if not isinstance(loss, dict) or not is_number(loss.get("difference")) or "verdict" not in loss:
         return None
     return f"Inside the window, compared with {base}: {loss['difference']:+.3f} nats per token, {loss['verdict']}."
 
@@ -116,18 +121,9 @@ def _nearness(rows: Any, base: str) -> str | None:
     return f"Mean cosine of its vectors to those of {base}: {cosines}."
 
 
-def _read_results(path: Path) -> Any:
-    try:
-        return read_bounded_json(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot read the results in {path}: {error}; give a JSON file, or a folder with a {RESULTS}."
-        ) from error
-
-
 @contextmanager
 def _refusing_damaged() -> Iterator[None]:
-    """Turn whatever results that were edited or cut raise inside the block into a CheckpointError."""
+    """Turn whatever results that were edited or cut raise inside the block, or the function, into a CheckpointError."""
     try:
         yield
     except PosswapError:
@@ -143,21 +139,13 @@ def _is_quickstart(values: dict[str, Any]) -> bool:
     return isinstance(values.get("models"), dict) and isinstance(values.get("lengths"), list)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
+@_refusing_damaged()
 def evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, list[EvalResult]]:
     """Return the evaluation of the model with `scheme` (None: no swap), as Markdown and as metadata for `task`.
 
     Raises:
         CheckpointError: a quickstart's results hold no model with that scheme, or cannot be read.
     """
-    with _refusing_damaged():
-        return _evaluation(results, scheme, task)
-
-
-def _evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, list[EvalResult]]:
     if not results.values:
         return "", []
     if not _is_quickstart(results.values):
@@ -240,10 +228,12 @@ def find_run_artifacts(folder: Path, plan: SwapPlan | None) -> RunArtifacts:
     card_facts: Any = report.get("card")
     recipe, base = (card_facts.get("recipe"), card_facts.get("base")) if isinstance(card_facts, dict) else (None, None)
     sources = {"recipe": f"The recipe on the card is that of {run_folder / REPORT}."} if run_folder and recipe else {}
+    losses = report["nll"].items() if isinstance(report.get("nll"), dict) else ()
+    measured = {f"nll_{length}": loss for length, loss in losses if isinstance(loss, int | float)}
     results, path = _results_of(folder.resolve(), plan, folders)
     if path is not None:
         sources["results"] = f"The results on the card are those of {path}."
-    elif run_folder and (measured := _losses(report)):
+    elif run_folder and measured:
         results = Results(measured)
         sources["results"] = f"The results on the card are those of {run_folder / REPORT}."
     known = isinstance(base, str)
@@ -252,22 +242,16 @@ def find_run_artifacts(folder: Path, plan: SwapPlan | None) -> RunArtifacts:
 
 def _report_of(folder: Path, folders: list[Path]) -> tuple[Path | None, dict[str, Any]]:
     for run_folder in folders[:2]:
-        report = _object(run_folder / REPORT)
+        report = object_or_empty(run_folder / REPORT)
         if isinstance(report.get("saved"), str) and (run_folder / report["saved"]).resolve() == folder:
             return run_folder, report
     return None, {}
 
 
-def _losses(report: dict[str, Any]) -> dict[str, Any]:
-    nll = report.get("nll")
-    losses = nll.items() if isinstance(nll, dict) else ()
-    return {f"nll_{length}": loss for length, loss in losses if isinstance(loss, int | float)}
-
-
 def _results_of(folder: Path, plan: SwapPlan | None, folders: list[Path]) -> tuple[Results, Path | None]:
     candidates = [parent / "results" for parent in folders[:2]] + [parent for parent in folders[:2]]
     for candidate in candidates:
-        mine = _only_of(_object(candidate / RESULTS), folder, plan)
+        mine = _only_of(object_or_empty(candidate / RESULTS), folder, plan)
         if mine is None:
             continue
         try:
@@ -285,27 +269,16 @@ def _only_of(values: dict[str, Any], folder: Path, plan: SwapPlan | None) -> dic
         return None
     if values.get("kind") != EVALUATION:
         return values if folder.parent.name == "models" and folder.name == plan.scheme.name in models else None
-    mine = [label for label, model in models.items() if isinstance(model, dict) and _is_this(model.get("plan"), plan)]
+    record = json.loads(json.dumps(plan.record.to_dict()))
+    plans = {label: model.get("plan") for label, model in models.items() if isinstance(model, dict)}
+    mine = [  # of the same swap, and the same training, if any
+        label
+        for label, recorded in plans.items()
+        if isinstance(recorded, dict)
+        and recorded.get("record") == record
+        and recorded.get("adaptation") == plan.adaptation
+    ]
     if not mine:
         return None
     keep = {*mine[:1], *_CONTROLS, values.get("base")}
     return {**values, "models": {label: model for label, model in models.items() if label in keep}}
-
-
-def _is_this(recorded: Any, plan: SwapPlan) -> bool:
-    """Return whether the plan in results is that of the model: the same swap, and the same training, if any."""
-    if not isinstance(recorded, dict):
-        return False
-    record = json.loads(json.dumps(plan.record.to_dict()))
-    return bool(recorded.get("record") == record and recorded.get("adaptation") == plan.adaptation)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        content = read_json(path)
-    except CheckpointError:
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -24,7 +24,7 @@ from hf_posswap.checkpoints.manifest import (
 from hf_posswap.compat.accelerate_hooks import offloading_hooks
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.utils.atomic_io import read_json, replacing, settle, shown
+from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def _refusal(folder: Path, overwrite: bool) -> str | None:
     if not overwrite:
         return f"{folder} is not empty; choose another folder, or pass overwrite=True to replace it."
     files = read_manifest(folder)
-    if files is None and not _holds_config(folder):
+    names_model = not {"model_type", "architectures"}.isdisjoint(object_or_empty(folder / "config.json"))
+    if files is None and not (folder / ADAPTER_CONFIG).is_file() and not names_model:
         return (
             f"{folder} holds no config.json of a model and no {ADAPTER_CONFIG}, but {_listed(names)}: overwriting "
             "replaces nothing but checkpoints. Choose another folder, or empty this one yourself."
@@ -192,16 +193,6 @@ def _refusal(folder: Path, overwrite: bool) -> str | None:
         f"{folder} holds more than a saved checkpoint, and overwriting would delete it: {named}. Nothing was changed: "
         "move that elsewhere, or choose another folder."
     )
-
-
-def _holds_config(folder: Path) -> bool:
-    if (folder / ADAPTER_CONFIG).is_file():
-        return True
-    try:
-        config = read_json(folder / "config.json")
-    except CheckpointError:
-        return False
-    return isinstance(config, dict) and not {"model_type", "architectures"}.isdisjoint(config)
 
 
 def _listed(names: list[str]) -> str:

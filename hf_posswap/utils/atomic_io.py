@@ -239,6 +239,14 @@ def read_object(path: Path, **fields: type) -> dict[str, Any]:
     return content
 
 
+def object_or_empty(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`; {} where there is none that can be read."""
+    try:
+        return read_object(path)
+    except CheckpointError:
+        return {}
+
+
 def writable_folder(path: Path) -> Path:
     """Make the folder `path` where it is missing, prove by a small file that it can be written, and return it.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def brief(value: Any) -> str:
@@ -52,6 +53,16 @@ def interval_text(interval: Mapping[str, Any], write: str | Callable[[float], st
         return "no interval"
     low, high = (format(end, write) if isinstance(write, str) else write(end) for end in (low, high))
     return f"{low}{between}{high}"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a file or a config is a finite number.
+
+    Example:
+        >>> is_number(2), is_number(True), is_number(float("nan")), is_number("2")
+        (True, False, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def human_bytes(count: float) -> str:

@@ -188,7 +188,7 @@ def stays_whole(name: str) -> bool:
 
 def _llama(model: Any, position_config: PositionConfig) -> Contents:
     """Return a Llama: RMS norms, gated SiLU, pairs of neighbours rotated."""
-    config, weights = model.config, _weights(model)
+    config, weights = model.config, model.state_dict()
     _only("hidden_act", config.hidden_act, ("silu",))
     _whole_heads(config, position_config)
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
@@ -212,7 +212,7 @@ def _qwen3(model: Any, position_config: PositionConfig) -> Contents:
     _only("hidden_act", config.hidden_act, ("silu",))
     _whole_heads(config, position_config)
     _without_biases(model)
-    return Contents("qwen3", _gated_keys(config), _untied(model, _weights(model)))
+    return Contents("qwen3", _gated_keys(config), _untied(model, model.state_dict()))
 
 
 def _gemma3(model: Any, position_config: PositionConfig) -> Contents:
@@ -235,7 +235,7 @@ def _gemma3(model: Any, position_config: PositionConfig) -> Contents:
         keys["final_logit_softcapping"] = config.final_logit_softcapping
     weights = {
         name: weight.float() + 1.0 if name.endswith("norm.weight") else weight
-        for name, weight in _weights(model).items()
+        for name, weight in model.state_dict().items()
     }
     return Contents("gemma3", keys, _untied(model, weights), loose=True)
 
@@ -251,7 +251,7 @@ def _phi3(model: Any, position_config: PositionConfig) -> Contents:
     keys = _square(config, _gated_keys(config))
     if config.sliding_window:
         keys["attention.sliding_window"] = config.sliding_window
-    return Contents("phi3", keys, _untied(model, _weights(model)))
+    return Contents("phi3", keys, _untied(model, model.state_dict()))
 
 
 def _moe(model: Any, position_config: PositionConfig) -> Contents:
@@ -268,7 +268,7 @@ def _moe(model: Any, position_config: PositionConfig) -> Contents:
         "expert_feed_forward_length": config.moe_intermediate_size,
     }
     weights: Weights = {}
-    for name, weight in _weights(model).items():
+    for name, weight in model.state_dict().items():
         stem = name.rpartition(".")[0]
         if name.endswith(".experts.gate_up_proj"):  # [E, 2 F, H]
             gate, up = weight.chunk(2, dim=1)
@@ -288,7 +288,7 @@ def _moe(model: Any, position_config: PositionConfig) -> Contents:
 
 def _gpt2(model: Any, position_config: PositionConfig) -> Contents:
     """Return a GPT-2: its linear layers hold their weights transposed."""
-    config, weights = model.config, _weights(model)
+    config, weights = model.config, model.state_dict()
     _only("activation_function", config.activation_function, _TANH_GELU)
     _only("scale_attn_weights", config.scale_attn_weights, (True,))
     _only("scale_attn_by_inverse_layer_idx", config.scale_attn_by_inverse_layer_idx, (False,))
@@ -308,7 +308,7 @@ def _gpt2(model: Any, position_config: PositionConfig) -> Contents:
 
 def _gpt_neox(model: Any, position_config: PositionConfig) -> Contents:
     """Return a GPT-NeoX: query, key and value of a head lie together there, and apart in llama.cpp."""
-    config, weights = model.config, _weights(model)
+    config, weights = model.config, model.state_dict()
     _only("hidden_act", config.hidden_act, _TANH_GELU)
     _only("attention_bias", getattr(config, "attention_bias", True), (True,))
     heads, width = config.num_attention_heads, head_dim(config)
@@ -357,7 +357,7 @@ def _whole_heads(config: Any, position_config: PositionConfig) -> None:
 
 
 def _without_biases(model: Any) -> None:
-    biases = sorted({name.split(".", 3)[-1] for name in _weights(model) if name.endswith(".bias")})
+    biases = sorted({name.split(".", 3)[-1] for name in model.state_dict() if name.endswith(".bias")})
     if biases:
         raise UnsupportedSwapError(f"llama.cpp has no {', '.join(biases)} in this architecture, and the model has.")
 
@@ -373,13 +373,7 @@ def _square(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
             "in this architecture of llama.cpp all heads together are as wide as the model, and here they have "
             f"{width} dimensions and the model {config.hidden_size}."
         )
-    return {
-        name: value for name, value in keys.items() if name not in ("attention.key_length", "attention.value_length")
-    }
-
-
-def _weights(model: Any) -> Weights:
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return {name: value for name, value in keys.items() if name not in _HEAD}
 
 
 def _untied(model: Any, weights: Weights) -> Weights:

@@ -64,13 +64,11 @@ class GGUFFile:
     """A file that was written.
 
     Attributes:
-        path: of the file.
         weights: type of its matrices: F32, F16, BF16 or Q8_0; and which ones are of another, as a sentence.
         vocabulary: which one, as a sentence.
         compared: how near llama.cpp's outputs are to the model's, as a sentence; or that llama-cpp-python is missing.
     """
 
-    path: Path
     weights: str
     vocabulary: str
     compared: str
@@ -116,7 +114,7 @@ def write_gguf(
         compared = ran_alike(
             model, temporary, position_config, "F16" if contents.loose and weight_type == "F32" else weight_type
         )
-    return GGUFFile(out, weights, vocabulary, compared)
+    return GGUFFile(weights, vocabulary, compared)
 
 
 def _round(model: Any, weight_type: str, source: Path) -> None:
@@ -201,7 +199,8 @@ def _write(
         for key, value in ({f"{name}.{key}": value for key, value in contents.keys.items()} | metadata).items():
             _add(writer, key, value)
         vocabulary = add_vocabulary(writer, source, config.vocab_size, vocab)
-        names = gguf.get_tensor_name_map(_architecture(name), contents.keys["block_count"])
+        architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+        names = gguf.get_tensor_name_map(architecture, contents.keys["block_count"])
         for old, weight in contents.weights.items():
             new = names.get_name(old, try_suffixes=(".weight", ".bias"))
             if new is None:
@@ -233,12 +232,6 @@ def _add_card(writer: Any, source: Path) -> None:
     languages = [languages] if isinstance(languages, str) else languages
     if isinstance(languages, list) and languages and all(isinstance(each, str) for each in languages):
         writer.add_languages(languages)
-
-
-def _architecture(name: str) -> Any:
-    import gguf
-
-    return next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,7 +28,6 @@ from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import PROCESS, ignored_warnings, quiet_logger, without_stderr
 
 Inputs = dict[str, Tensor]
-Runner = Callable[[Inputs], dict[str, Tensor]]
 MOST = 512
 """Tokens of each text that are compared: the last ones of a longer text."""
 FARTHEST = 8192
@@ -46,14 +45,12 @@ class GraphFile:
     """A graph that was written.
 
     Attributes:
-        path: of the file.
         takes: the inputs, as a sentence.
         gives: the outputs, as a sentence.
         weights: their dtype, and where they are.
         compared: how near its outputs are to the model's, as a sentence.
     """
 
-    path: Path
     takes: str
     gives: str
     weights: str
@@ -88,34 +85,35 @@ def write_graph(
             raise CheckpointError(f"{new_file} already exists: give a new file name.")
     dtype: dict[str, Any] = {"dtype": torch.float32} if suffix == ".onnx" else {}
     model: Any = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
-    signature, width = signature_of(model), _bytes(model)
+    signature = signature_of(model)
+    width = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     check_room(out, width)
     batches = trials(model, signature, position_config)
     expected = [answers(model, signature, trial) for trial in batches]
     traced = Traced(model, signature)
     with _tracing(type(model).__name__, position_config):
-        program = _MAKERS[suffix](traced)
+        program = _program_of(traced, suffix)
     apart = suffix == ".onnx" and width > LARGEST
     with replacing(out) as path, replacing(data_file) if apart else nullcontext() as data:
-        _SAVERS[suffix](program, path, apart)
+        if suffix == ".onnx":
+            program.save(path, external_data=apart)
+        else:
+            torch.export.save(program, path)
         compared = ran_alike(path, signature, batches, expected, model.dtype)
         if data is not None:
             os.replace(path.with_name(data_file.name), data)
     where = f", in {data_file.name} next to it" if apart else ""
     takes = f"{', '.join(signature.inputs)}: int64, any batch and length"
-    return GraphFile(out, takes, ", ".join(signature.outputs), f"{model.dtype}{where}".removeprefix("torch."), compared)
+    return GraphFile(takes, ", ".join(signature.outputs), f"{model.dtype}{where}".removeprefix("torch."), compared)
 
 
-def _bytes(model: Any) -> int:
-    return sum(
-        weight.numel() * weight.element_size()
-        for weight in {id(weight): weight for weight in model.parameters()}.values()
-    )
-
-
-def _onnx(traced: Traced) -> Any:
-    """Return `traced` as ONNX."""
+def _program_of(traced: Traced, suffix: str) -> Any:
+    """Return `traced` as ONNX or as a torch.export program, by the suffix of its file."""
     signature = traced.signature
+    if suffix == ".pt2":
+        free = torch.export.Dim.DYNAMIC
+        shapes = {name: {axis: free for axis in axes} for name, axes in signature.axes.items()}
+        return torch.export.export(traced, (), signature.sample(), dynamic_shapes=shapes)
     return torch.onnx.export(
         traced,
         (),
@@ -126,27 +124,6 @@ def _onnx(traced: Traced) -> Any:
         dynamo=True,
         verbose=False,
     )
-
-
-def _exported(traced: Traced) -> Any:
-    """Return `traced` as a torch.export program."""
-    free = torch.export.Dim.DYNAMIC
-    shapes = {name: {axis: free for axis in axes} for name, axes in traced.signature.axes.items()}
-    return torch.export.export(traced, (), traced.signature.sample(), dynamic_shapes=shapes)
-
-
-def _save_onnx(program: Any, path: Path, apart: bool) -> None:
-    program.save(path, external_data=apart)
-
-
-def _save_exported(program: Any, path: Path, apart: bool) -> None:
-    torch.export.save(program, path)
-
-
-_MAKERS: dict[str, Callable[[Traced], Any]] = {".onnx": _onnx, ".pt2": _exported}
-
-
-_SAVERS: dict[str, Callable[[Any, Path, bool], None]] = {".onnx": _save_onnx, ".pt2": _save_exported}
 
 
 @contextmanager
@@ -161,18 +138,14 @@ def _tracing(named: str, position_config: PositionConfig) -> Iterator[None]:
             with PROCESS, without_stderr():  # torch prints graphs that failed
                 yield
     except Exception as error:  # tracing runs any model's code, and torch's, on symbolic values
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
         description = named if position_config.scheme is None else f"{named} with {position_config.scheme}"
         raise UnsupportedSwapError(
             f"torch {torch.__version__} cannot make a graph of {description} for any batch and length: "
-            f"{_innermost(error)} Nothing was written."
+            f"{said_by(root)} Nothing was written."
         ) from error
-
-
-def _innermost(error: BaseException) -> str:
-    """Return the message of the error at the root of `error`."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return said_by(error)
 
 
 @dataclass(frozen=True)
@@ -194,20 +167,16 @@ class Trial:
         return max(text["input_ids"].shape[1] for text in self.texts)
 
     def together(self) -> Inputs:
-        """Return the texts as one batch."""
-        return {name: self._padded(name) for name in self.texts[0]}
-
-    def _padded(self, name: str) -> Tensor:
-        rows = [text[name][0] for text in self.texts]
-        width = max(map(len, rows))
-        value = self.padding if name.endswith("input_ids") else 0
-        fills = [row.new_full((width - len(row),), value) for row in rows]
-        pairs = zip(rows, fills, strict=True)
-        return torch.stack([torch.cat((row, fill) if self.side == "right" else (fill, row)) for row, fill in pairs])
-
-    def last_tokens(self, output: Tensor, index: int, name: str) -> Tensor:
-        """Return the last tokens of a text in an output of the batch, [n, ...]; [1, C] of an output [B, C]."""
-        return _last_tokens(output, index, name, self.texts[index], self.side)
+        """Return the texts as one batch, padded."""
+        batch = {}
+        for name in self.texts[0]:
+            rows = [text[name][0] for text in self.texts]
+            width = max(map(len, rows))
+            value = self.padding if name.endswith("input_ids") else 0
+            fills = [row.new_full((width - len(row),), value) for row in rows]
+            pairs = [(row, f) if self.side == "right" else (f, row) for row, f in zip(rows, fills, strict=True)]
+            batch[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        return batch
 
 
 def trials(model: Any, signature: Signature, position_config: PositionConfig) -> list[Trial]:
@@ -257,6 +226,7 @@ def answers(model: Any, signature: Signature, trial: Trial) -> list[dict[str, Te
 
 
 def _last_tokens(output: Tensor, index: int, name: str, text: Inputs, side: str) -> Tensor:
+    """Return the last tokens of a text in an output of its batch, [n, ...]; [1, C] of an output [B, C]."""
     if name == "logits" and output.dim() == 2:  # one row of scores for a whole text
         return output[index : index + 1]
     count = text.get("decoder_input_ids", text["input_ids"]).shape[1]
@@ -281,8 +251,7 @@ def ran_alike(
     """
     bound, distances = BOUNDS[dtype], {"right": 0.0, "left": 0.0}
     try:
-        runner = _RUNNERS[path.suffix](path, signature)
-        outputs = [runner(trial.together()) for trial in batches]
+        outputs = _outputs_of(path, signature, [trial.together() for trial in batches])
     except Exception as error:  # each runtime has its own errors
         reason = said_by(error).rstrip(".")
         raise SwapVerificationError(f"the graph does not run: {reason}. Nothing was written.") from error
@@ -308,7 +277,7 @@ def _apart(trial: Trial, given: dict[str, Tensor], texts: list[dict[str, Tensor]
     if not all(bool(given[name].isfinite().all()) for name in outputs):
         return float("inf")
     return max(
-        _distance(name, trial.last_tokens(given[name], index, name), wanted)
+        _distance(name, _last_tokens(given[name], index, name, trial.texts[index], trial.side), wanted)
         for index, text in enumerate(texts)
         for name, wanted in text.items()
     )
@@ -321,30 +290,19 @@ def _distance(name: str, actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def _with_onnxruntime(path: Path, signature: Signature) -> Runner:
-    """Return a function that runs the ONNX file at `path`."""
+def _outputs_of(path: Path, signature: Signature, batches: list[Inputs]) -> list[dict[str, Tensor]]:
+    """Return the outputs of the graph at `path` for each of the batches, by onnxruntime or torch."""
+    if path.suffix == ".pt2":
+        module = torch.export.load(path).module()
+        with torch.no_grad():
+            return [dict(zip(signature.outputs, module(**inputs), strict=True)) for inputs in batches]
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def runs(inputs: Inputs) -> dict[str, Tensor]:
+    outputs = []
+    for inputs in batches:
         arrays = session.run(list(signature.outputs), {name: value.numpy() for name, value in inputs.items()})
-        return {name: torch.from_numpy(values) for name, values in zip(signature.outputs, arrays, strict=True)}
-
-    return runs
-
-
-def _with_torch(path: Path, signature: Signature) -> Runner:
-    """Return a function that runs the torch.export program at `path`."""
-    module = torch.export.load(path).module()
-
-    def runs(inputs: Inputs) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return dict(zip(signature.outputs, module(**inputs), strict=True))
-
-    return runs
-
-
-_RUNNERS: dict[str, Callable[[Path, Signature], Runner]] = {".onnx": _with_onnxruntime, ".pt2": _with_torch}
+        outputs.append({name: torch.from_numpy(a) for name, a in zip(signature.outputs, arrays, strict=True)})
+    return outputs

@@ -128,6 +128,8 @@ def position_config_of(config: Any) -> PositionConfig:
     name = None if record is None else str(record.scheme["name"])
     model_type = config.model_type if record is None else record.base_type
     settings = {} if record is None else dict(record.scheme)
+    used = set(getattr(config, "layer_types", None) or ()) - {rope_set}  # a set that no layer has says nothing
+    sets = {} if plugin or not rope_set else config.rope_parameters
     rotates = tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ())  # 1 there: it rotates
     return PositionConfig(
         kind,
@@ -144,7 +146,7 @@ def position_config_of(config: Any) -> PositionConfig:
         next(iter(getattr(config, "architectures", None) or ()), ""),
         "" if plugin else rope_set,
         _generates(config, model_type),
-        {} if plugin or not rope_set else _other_sets(config, rope_set),
+        {name: dict(parameters_of(config, name)) for name in sets if name in used},
         tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()),
     )
 
@@ -164,11 +166,6 @@ def _rope_set(config: Any) -> str:
     sets = (getattr(config, "rope_parameters", None) or {}).items()
     names = tuple(name for name, values in sets if isinstance(values, dict))
     return reaching(names)[0] if names else ""
-
-
-def _other_sets(config: Any, rope_set: str) -> dict[str, dict[str, Any]]:
-    used = set(getattr(config, "layer_types", None) or ())  # a set that no layer has says nothing
-    return {name: dict(parameters_of(config, name)) for name in config.rope_parameters if name in used - {rope_set}}
 
 
 def _window(config: Any) -> int | None:

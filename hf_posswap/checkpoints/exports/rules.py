@@ -161,14 +161,6 @@ class Judgement:
     def verdict(self) -> Verdict:
         return self.claim.verdict
 
-    @property
-    def rope(self) -> dict[str, Any]:
-        return self.spelling.rope
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.spelling.config
-
 
 def judge(target: str, position_config: PositionConfig) -> Judgement:
     """Return how the program `target` runs a mechanism.
@@ -183,7 +175,9 @@ def judge(target: str, position_config: PositionConfig) -> Judgement:
 
 def spell_rope(parameters: Any, position_config: PositionConfig, judgement: Judgement) -> dict[str, Any]:
     """Return the rope parameters `parameters` of a config as a program wants them; of other layer types as they are."""
-    rope = {name: value for name, value in (position_config.rope | judgement.rope).items() if value is not None}
+    rope = {
+        name: value for name, value in (position_config.rope | judgement.spelling.rope).items() if value is not None
+    }
     return parameters | {position_config.rope_set: rope} if position_config.rope_set else rope
 
 

@@ -7,13 +7,13 @@ import json
 import os
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posswap.checkpoints.exports.gguf_contents import MAKERS, divisors, gguf_metadata, rotated
-from hf_posswap.checkpoints.exports.gguf_file import DTYPES, GGUFFile, write_gguf
-from hf_posswap.checkpoints.exports.graph_file import GraphFile, write_graph
+from hf_posswap.checkpoints.exports.gguf_file import DTYPES, write_gguf
+from hf_posswap.checkpoints.exports.graph_file import write_graph
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, filled, judge, spell_rope
 from hf_posswap.checkpoints.manifest import MANIFEST
@@ -149,7 +149,7 @@ def export(
     config_json = (
         json.loads(config.to_json_string(use_diff=False))
         if not Path(source).is_dir()
-        else _read_config_json(Path(source))
+        else read_object(Path(source) / "config.json")
     )
     wanted_json = (
         config_json if judgement.verdict == "impossible" else _wanted(config_json, position_config, judgement, target)
@@ -164,17 +164,18 @@ def export(
     if out_path is not None:
         _check_road(str(source), target, judgement, is_file)
         if target in GRAPHS:
-            notes = _graph_notes(
-                write_graph(Path(source), out_path, position_config, trust_remote_code=trust_remote_code)
-            )
+            written = write_graph(Path(source), out_path, position_config, trust_remote_code=trust_remote_code)
+            notes = asdict(written)
         elif is_file:
             vocab_path = None if vocab is None else Path(vocab)
-            notes = _notes(write_gguf(Path(source), out_path, position_config, vocab_path, dtype))
+            notes = asdict(write_gguf(Path(source), out_path, position_config, vocab_path, dtype))
         else:
             _write(Path(source), out_path, wanted_json)
     command = filled(judgement.claim.command, position_config, str(source if out_path is None or is_file else out_path))
-    if is_file:
-        command = _OPENED[target].format(file=str(out_path)) if target in GRAPHS else _served(command, out_path)
+    if is_file and target in GRAPHS:
+        command = _OPENED[target].format(file=str(out_path))
+    elif is_file:  # the part that serves the file
+        command = command.rpartition(" && ")[2].replace("model.gguf", shlex.quote(str(out_path)))
     claim, ordered = judgement.claim, dict(sorted(changes.items()))
     return Export(
         target, claim.verdict, judgement.why, claim.source, command, wanted_json, ordered, gguf, out_path, notes
@@ -241,10 +242,6 @@ def _check_places(source: Path, out: Path, is_file: bool) -> None:
         raise CheckpointError(f"{out} is inside the checkpoint: give another folder.")
 
 
-def _read_config_json(source: Path) -> dict[str, Any]:
-    return read_object(source / "config.json")
-
-
 def _wanted(
     config_json: dict[str, Any], position_config: PositionConfig, judgement: Judgement, target: str
 ) -> dict[str, Any]:
@@ -255,8 +252,8 @@ def _wanted(
     if position_config.kind == "rope":
         wanted["rope_parameters"] = spell_rope(wanted.get("rope_parameters"), position_config, judgement)
         wanted.pop("rope_scaling", None)
-    wanted |= judgement.config
-    return {name: value for name, value in wanted.items() if value is not None or name not in judgement.config}
+    wanted |= judgement.spelling.config
+    return {name: value for name, value in wanted.items() if value is not None or name not in judgement.spelling.config}
 
 
 def _gguf(config: Any, position_config: PositionConfig) -> dict[str, Any]:
@@ -287,21 +284,3 @@ def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
             reason = str(why).partition(": '")[0]  # without the names of both files
             raise CheckpointError(f"cannot copy {failed_path} to {out}: {reason}. Nothing was written.") from error
         write_json(temporary / "config.json", config)
-
-
-def _served(command: str, path: Path | None) -> str:
-    """Return the part of `command` that serves the GGUF file at `path`."""
-    return command.rpartition(" && ")[2].replace("model.gguf", shlex.quote(str(path)))
-
-
-def _notes(gguf_file: GGUFFile) -> dict[str, str]:
-    return {"weights": gguf_file.weights, "vocabulary": gguf_file.vocabulary, "compared": gguf_file.compared}
-
-
-def _graph_notes(graph_file: GraphFile) -> dict[str, str]:
-    return {
-        "takes": graph_file.takes,
-        "gives": graph_file.gives,
-        "weights": graph_file.weights,
-        "compared": graph_file.compared,
-    }

@@ -48,7 +48,8 @@ class Signature:
     @property
     def axes(self) -> dict[str, dict[int, str]]:
         """The names of the axes of each input, which have any size."""
-        return {name: {0: "batch", 1: _length_of(name)} for name in self.inputs}
+        of_decoder = {name: "decoder_" if name.startswith("decoder_") else "" for name in self.inputs}
+        return {name: {0: "batch", 1: f"{of_decoder[name]}sequence_length"} for name in self.inputs}
 
     def sample(self) -> dict[str, Tensor]:
         """Return inputs to trace with."""
@@ -137,10 +138,6 @@ def signature_of(model: Any) -> Signature:
     return Signature(signature.inputs, outputs[:1] if outputs[0] == "logits" else outputs, signature.counts)
 
 
-def _length_of(name: str) -> str:
-    return "decoder_sequence_length" if name.startswith("decoder_") else "sequence_length"
-
-
 class RotaryByLength(nn.Module):
     """A stock rotary module that recomputes its frequencies in each call, from the largest position.
 
@@ -162,16 +159,13 @@ class RotaryByLength(nn.Module):
         fresh.rope_type = still if isinstance(fresh.rope_type, dict) else "default"
         self.native = fresh
         for rope_set, rope_type in self.rope_types.items():
-            if rope_type == "longrope":
-                self._keep_lists(rope_set)
-
-    def _keep_lists(self, rope_set: str) -> None:
-        """Keep both lists of frequencies of a set, and the length up to which the short one holds."""
-        config = self.native.config
-        self.originals[rope_set] = parameters_of(config, rope_set)["original_max_position_embeddings"]
-        for name, length in (("short", 1), ("long", self.originals[rope_set] + 1)):
-            values = _frequencies(config, "longrope", rope_set, length)
-            self.register_buffer(f"{rope_set}_{name}", values, persistent=False)
+            if rope_type != "longrope":
+                continue
+            original = parameters_of(fresh.config, rope_set)["original_max_position_embeddings"]
+            self.originals[rope_set] = original  # up to there the short list of frequencies holds
+            for name, length in (("short", 1), ("long", original + 1)):
+                values = _frequencies(fresh.config, "longrope", rope_set, length)
+                self.register_buffer(f"{rope_set}_{name}", values, persistent=False)
 
     def __getattr__(self, name: str) -> Any:
         try:
