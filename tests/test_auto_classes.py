@@ -145,7 +145,7 @@ def test_a_config_that_its_class_refuses_is_no_readable_config(tmp_path: Path) -
 # What may call from_pretrained without the option: no Auto class, or the caller's own arguments are passed on.
 PASSES_ON = {"checkpoints/auto.py": "super", "checkpoints/load.py": "peft.PeftModel",
              "compat/peft_wrappers.py": "PeftConfig"}  # fmt: skip
-AUTO = ("utils/auto_classes.py", "utils/gguf_auto.py")
+AUTO = ("utils/auto_classes.py", "utils/gguf_tokenizer.py")
 """Where Auto classes are called: the second reads files that bring no code."""
 READS_CHECKPOINTS = ("from_pretrained", "SentenceTransformer", "pipeline")
 

@@ -15,7 +15,7 @@ from hf_posswap.advice.literature import MOST_TIMES, Literature, further_literat
 from hf_posswap.advice.serving import serving_of
 from hf_posswap.advice.weighing import Option, best_of_others, extrapolated_times, weigh
 from hf_posswap.utils import html_tables
-from hf_posswap.utils.naming import with_older_name
+from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 

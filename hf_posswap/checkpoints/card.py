@@ -17,8 +17,7 @@ from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.remote_code import package_version
 from hf_posswap.patching.record.training import training_of
-from hf_posswap.utils.card_data import card_data, kept_header
-from hf_posswap.utils.untrusted import read_bounded
+from hf_posswap.utils.untrusted import card_data, kept_header, read_bounded
 
 if TYPE_CHECKING:
     from hf_posswap.patching.plan.swap_plan import SwapPlan

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.utils.hub_answers import retry_after
-from hf_posswap.utils.hub_session import HubSession, unreachable_error
+from hf_posswap.utils.hub_session import HubSession, retry_after, unreachable_error
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.utils.atomic_io import object_or_empty
-from hf_posswap.utils.format import interval_text, is_number
-from hf_posswap.utils.naming import markdown_text, public_name
+from hf_posswap.utils.format import interval_text, is_number, markdown_text, public_name
 from hf_posswap.utils.untrusted import read_bounded_json
 
 if TYPE_CHECKING:

@@ -90,7 +90,7 @@ def posswap(
     Begin with: posswap explain MODEL
     """
     for name in imported or ():
-        from hf_posswap.utils.user_modules import import_module
+        from hf_posswap.utils.user_paths import import_module
 
         import_module(name)
 

@@ -282,7 +282,7 @@ def _public_word(word: str) -> str:
         >>> _public_word("base=/home/me/gpt2+yarn:factor=4"), _public_word("lr=3/model")
         ('base=gpt2+yarn:factor=4', 'lr=3/model')
     """
-    from hf_posswap.utils.naming import public_name
+    from hf_posswap.utils.format import public_name
 
     match = _ABSOLUTE.fullmatch(word)
     if match is None:

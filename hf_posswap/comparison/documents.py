@@ -22,7 +22,7 @@ from hf_posswap.text.files import file_documents, files_below, row_documents
 from hf_posswap.text.hub import HubText, hub_documents, hub_text, require_datasets
 from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
 from hf_posswap.text.tokens import split_by_length
-from hf_posswap.utils.naming import public_name
+from hf_posswap.utils.format import public_name
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 

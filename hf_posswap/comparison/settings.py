@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import OptionError, UnknownNameError
-from hf_posswap.utils.naming import public_name
+from hf_posswap.utils.format import public_name
 from hf_posswap.utils.printable import brief_repr
 
 METRICS = (

@@ -22,8 +22,7 @@ from hf_posswap.report.words import (
     with_tasks_kept,
 )
 from hf_posswap.utils import html_tables
-from hf_posswap.utils.format import interval_text
-from hf_posswap.utils.naming import markdown_text
+from hf_posswap.utils.format import interval_text, markdown_text
 from hf_posswap.utils.printable import printable, printable_lines
 
 

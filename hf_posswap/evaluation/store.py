@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.utils.atomic_io import writable_folder
-from hf_posswap.utils.digest_lines import append_line, json_digest, read_array, read_line, write_array
+from hf_posswap.utils.digests import append_line, json_digest, read_array, read_line, write_array
 
 LINES, ARRAYS, LOCK = "per_doc.jsonl", "nll", ".lock"
 Value = dict[str, Any] | np.ndarray

@@ -15,8 +15,7 @@ from typing import Any
 from hf_posswap.errors import OptionError, RemoteCodeError
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.threads import shared
-from hf_posswap.utils.untrusted import read_bounded
-from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, load_yaml
+from hf_posswap.utils.untrusted import MOST_YAML_BYTES, load_yaml, read_bounded
 from hf_posswap.utils.user_paths import expand_home
 
 _DEEPEST = 50

@@ -39,9 +39,9 @@ from hf_posswap.search.candidates import (
 from hf_posswap.search.evolution import Evolution, Progress, documents_digest, load_progress, save_progress
 from hf_posswap.search.fitness import Interrupts, evaluating, leading_documents, scheme_loss
 from hf_posswap.text.tokens import check_token_ids
+from hf_posswap.utils.digests import weights_digest
 from hf_posswap.utils.progress import reporter_for
 from hf_posswap.utils.result_views import ResultView
-from hf_posswap.utils.weights_digest import weights_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

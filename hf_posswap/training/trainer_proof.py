@@ -32,8 +32,8 @@ from hf_posswap.patching.record.remote_code import package_version
 from hf_posswap.patching.verify.behaviour import copy_sharing_weights
 from hf_posswap.schemes import Scheme
 from hf_posswap.utils.atomic_io import read_json
+from hf_posswap.utils.digests import state_digest
 from hf_posswap.utils.sentence_models import is_sentence_model
-from hf_posswap.utils.weights_digest import state_digest
 
 ABOVE_GUESSING = 1.5
 """Nats above a uniform guess that a first loss may have: what recipes allow a swap that needs training."""

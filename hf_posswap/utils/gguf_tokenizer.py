@@ -1,20 +1,27 @@
 """Tokenizers between GGUF files and tokenizer.json: how llama.cpp splits text before byte-pair encoding, by name.
 
 The names and what each splits on are those of llama.cpp's llama-vocab.cpp. A file holds the name alone; transformers'
-reader knows some of them, and takes GPT-2's split for the others.
+reader knows some of them, and takes GPT-2's split for the others. What the Auto classes of transformers make of a GGUF
+file is read here: it brings no code, and the rest of its folder is not read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_posswap.errors import CheckpointError
+from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.gguf_auto import read_gguf_tokenizer
+from hf_posswap.utils.threads import quiet_logger
 
 CONTROL, ADDED = 3, 4
 """gguf.TokenType.CONTROL and USER_DEFINED."""
@@ -23,6 +30,64 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 LLAMA3_SPLIT = _WORDS + r"\p{N}{1,3}" + _REST
 QWEN2_SPLIT = _WORDS + r"\p{N}" + _REST
+
+
+def read_gguf_config(path: Path) -> Any:
+    """Return the config that AutoConfig reads from the file at `path`; it raises whatever transformers raises."""
+    from transformers import AutoConfig
+
+    with _alone(path) as file:
+        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+
+
+def read_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Return the causal language model of the file at `path`, and what transformers says about its weights."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    with _alone(path) as file:
+        model, info = auto.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    return model, info
+
+
+def count_gguf_weights(config: Any) -> int:
+    """Return how many weights the causal language model of `config` has, which is built without memory for them."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=False)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def read_gguf_tokenizer(path: Path) -> Any:
+    """Return the tokenizer that AutoTokenizer reads from the file at `path`."""
+    from transformers import AutoTokenizer
+
+    with _alone(path) as file, quiet_logger("transformers", logging.ERROR):  # it says that it makes merges itself
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """Give a link to the file, by itself in a folder: transformers reads a tokenizer's config in its folder.
+
+    The link has a plain name, whatever bytes that of the file consists of.
+    """
+    with scratch_folder() as folder:
+        link = folder / "model.gguf"
+        try:
+            os.symlink(path.resolve(), link)
+        except OSError:  # a system without links
+            link = path
+        yield link
 
 
 @dataclass(frozen=True)
@@ -52,7 +117,11 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 _DIGITS = {"type": "Digits", "individual_digits": True}
+
+
 _LLAMA3, _QWEN2 = (_split(LLAMA3_SPLIT),), (_split(QWEN2_SPLIT),)
+
+
 PRE_TOKENIZERS = (
     PreTokenizer(
         ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
@@ -75,6 +144,7 @@ PRE_TOKENIZERS = (
     ),
 )  # fmt: skip
 """Those whose splits a tokenizer.json expresses."""
+
 
 PROBES = (
     "Hello, world! It's 2024: we'll see 12345678 things, I'VE said. DON'T",
@@ -262,6 +332,8 @@ def _merged(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
 
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
+
+
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 

@@ -45,10 +45,10 @@ from hf_posswap.errors import (
 )
 from hf_posswap.training.config import load_recipe
 from hf_posswap.utils import gguf_source, gguf_tokenizer
-from hf_posswap.utils.card_data import card_data
 from hf_posswap.utils.gguf_reading import ARCHITECTURES
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PROBES
+from hf_posswap.utils.untrusted import card_data
 from tests.contract.models import build
 
 TEXT = ["The quick brown fox, it's 12345 times 678!\n\n  and  more", "Straße, café; x = [1, 22, 333]\t'quoted'"] * 20

@@ -13,7 +13,7 @@ import pytest
 
 import hf_posswap
 from hf_posswap.errors import OptionError
-from hf_posswap.utils.staging import MARK
+from hf_posswap.utils.atomic_io import MARK
 from tests.checkpoints.loopback import Answer, Hub, running
 from tests.checkpoints.test_push import Client, client
 

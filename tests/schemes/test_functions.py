@@ -22,7 +22,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.schemes import SCHEMES, bias, make_scheme, native, query_scale, rotation
 from hf_posswap.schemes.base import TERMS, known_schemes
 from hf_posswap.training.config import load_recipe
-from hf_posswap.utils.user_modules import import_module
+from hf_posswap.utils.user_paths import import_module
 from tests.checkpoints import fresh
 from tests.contract.models import build
 from tests.contract.pairs import words

@@ -37,7 +37,7 @@ from hf_posswap.patching.verify.behaviour import copy_sharing_weights
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.engine.parallel import shard_on_cpus
 from hf_posswap.training.trainer_proof import check_scheme, dataset_digest, is_sharded, model_inside
-from hf_posswap.utils.weights_digest import weights_digest
+from hf_posswap.utils.digests import weights_digest
 from tests import forked
 from tests.training.tiny_models import VOCABULARY, WINDOW, tiny
 

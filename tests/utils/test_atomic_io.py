@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils import atomic_io
 from hf_posswap.utils.atomic_io import (
+    MARK,
     _exchange,
     alone_in,
     cache_folder,
@@ -25,11 +26,11 @@ from hf_posswap.utils.atomic_io import (
     replacing,
     scratch_folder,
     settle,
+    staging_folder,
     writable_folder,
     write_json,
     write_text,
 )
-from hf_posswap.utils.staging import MARK, staging_folder
 from hf_posswap.utils.user_paths import expand_home
 
 

@@ -31,12 +31,11 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedModelError
 from hf_posswap.utils.atomic_io import replacing, scratch_folder, shown
-from hf_posswap.utils.card_data import card_data
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.gguf_header import read_gguf
+from hf_posswap.utils.gguf_source import read_gguf
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
 from hf_posswap.utils.printable import brief_repr, printable
-from hf_posswap.utils.untrusted import read_bounded_json
+from hf_posswap.utils.untrusted import card_data, read_bounded_json
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")

@@ -18,7 +18,7 @@ from hf_posswap.schemes import Learned, Scheme, Sum, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.atomic_io import writable_folder
-from hf_posswap.utils.naming import with_older_name
+from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.printable import brief_repr, in_lines
 from hf_posswap.utils.result_views import ResultView, short_repr
 from hf_posswap.utils.user_paths import expand_home

@@ -13,7 +13,7 @@ from hf_posswap.families.base import Family
 from hf_posswap.registry import Registry
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.schemes.base import TERMS
-from hf_posswap.utils.user_modules import import_module
+from hf_posswap.utils.user_paths import import_module
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from hf_posswap.training.config.shipped import find_recipe
 from hf_posswap.training.config.typed import Problems
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.printable import brief_repr
-from hf_posswap.utils.user_modules import import_module
-from hf_posswap.utils.user_paths import expand_home
+from hf_posswap.utils.user_paths import expand_home, import_module
 
 if TYPE_CHECKING:  # TrainingArguments imports accelerate and PEFT: deferred until a recipe is built
     from hf_posswap.training.config.settings import Recipe

@@ -19,9 +19,15 @@ from hf_posswap.training.config.shipped import SUFFIXES, find_recipe, shipped_re
 from hf_posswap.utils.atomic_io import shown, write_text
 from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.scheme_text import scheme_and_fields
-from hf_posswap.utils.untrusted import MOST_LEVELS, read_bounded
-from hf_posswap.utils.untrusted_yaml import MOST_YAML_BYTES, bounded_float, bounded_integer, load_yaml
-from hf_posswap.utils.user_modules import SUFFIX
+from hf_posswap.utils.untrusted import (
+    MOST_LEVELS,
+    MOST_YAML_BYTES,
+    bounded_float,
+    bounded_integer,
+    load_yaml,
+    read_bounded,
+)
+from hf_posswap.utils.user_paths import SUFFIX
 
 JSON = ".json"
 """The suffix of a scheme that is a file."""

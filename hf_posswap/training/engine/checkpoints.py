@@ -29,8 +29,8 @@ from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.atomic_io import read_json, read_object, write_json
+from hf_posswap.utils.digests import weights_digest
 from hf_posswap.utils.format import said_by
-from hf_posswap.utils.weights_digest import weights_digest
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _WRITER_MESSAGES = ("os error", "inline_container", "PytorchStreamWriter", "No space left")

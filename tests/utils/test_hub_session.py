@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_posswap.utils.hub_answers import BadAnswerError, Flow, call_in_time, retry_after
+from hf_posswap.utils.hub_session import BadAnswerError, Flow, call_in_time, retry_after
 
 
 @given(asked=st.text(), rate=st.text())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_posswap.utils.weights_digest import weights_digest
+from hf_posswap.utils.digests import weights_digest
 
 
 @settings(max_examples=20)
