@@ -10,8 +10,7 @@
 
 from typing import Any
 
-from hf_posswap.utils.import_hook import after_import
-from hf_posswap.utils.public_names import attach_public_names
+from hf_posswap.utils.public_names import after_import, attach_public_names
 
 __version__ = "0.1.0"
 

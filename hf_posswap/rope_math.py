@@ -10,6 +10,8 @@ Stock's arithmetic is kept where equality with the stock model is promised: in m
 (a swap that stock transformers can express), where a model's own rotation is applied again inside attention, and in a
 blend that begins with it (`stock_cos_sin`). There angles err as stock's do.
 
+Schemes that see far text coarsely rotate by positions in groups of so many tokens (`groups_of`).
+
 Shapes: B batch, Q length, H heads, D head dim, R rotary dim (R <= D, even).
 Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 15.
 """
@@ -308,3 +310,17 @@ def _pair_members(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if layout == "half":
         return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return x[..., 0::2], x[..., 1::2]
+
+
+def groups_of(positions: Tensor, size: int) -> Tensor:
+    """Return floor(positions / size), whole numbers of either sign.
+
+    Not `positions // size`: where that is a loop's own index, and `size` is above 8 and does not divide the loop's
+    length, inductor's code for a CPU (torch 2.13 to 2.15) cuts the loop into whole groups and leaves the rest of the
+    result unwritten.
+
+    Example:
+        >>> groups_of(torch.tensor([-1, 0, 3, 4, 11]), 4)
+        tensor([-1,  0,  0,  1,  2])
+    """
+    return torch.div(positions - positions % size, size, rounding_mode="trunc")

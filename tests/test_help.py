@@ -17,7 +17,7 @@ import hf_posswap
 import hf_posswap.families
 import hf_posswap.plotting
 import hf_posswap.schemes
-from hf_posswap.utils.docstrings import attribute_docs
+from hf_posswap.utils.scheme_text import attribute_docs
 
 NAMES = [name for name in hf_posswap.__all__ if name not in ("errors", "__version__")]
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(hf_posswap, name))]

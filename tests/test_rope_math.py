@@ -1,4 +1,7 @@
-"""The arithmetic of rotation against transformers' own, against complex numbers, and in bf16 at far positions."""
+"""The arithmetic of rotation against transformers' own, against complex numbers, and in bf16 at far positions.
+
+Positions in groups: as a floor division by Python gives them, also in code that inductor makes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from hf_posswap import rope_math as rotary
 from hf_posswap.geometry import Layout
-from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, rotate
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, groups_of, rotate
 
 
 def modeling(name: str) -> Any:
@@ -179,3 +182,22 @@ def test_a_compiled_rotation_is_the_same_but_for_the_last_bits(monkeypatch: pyte
         assert rotary._compiled is not None
     finally:
         rotary.compile_rotation(False)
+
+
+@pytest.mark.parametrize("size", [2, 8, 9, 11, 64, 300])
+@pytest.mark.parametrize("first", [-40, 0, 2**24 + 1])
+def test_groups_are_those_of_a_division_by_python(size: int, first: int) -> None:
+    positions = torch.arange(first, first + 256)
+    assert groups_of(positions, size).tolist() == [at // size for at in range(first, first + 256)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [8, 9, 11, 64, 300])
+def test_compiled_groups_are_those_of_a_division_by_python(size: int) -> None:
+    """Inductor cuts the loop of a plain division into groups, and does not write those that are not whole."""
+    torch._dynamo.reset()  # else the size would be a symbol
+    run = torch.compile(lambda: groups_of(torch.arange(256), size), fullgraph=True)
+    run()
+    for left in [torch.full((256,), -1) for _ in range(64)]:
+        del left  # what is not written holds this
+    assert run().tolist() == [at // size for at in range(256)]

@@ -6,8 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from hf_posswap.utils.docstrings import attribute_docs
-from hf_posswap.utils.scheme_text import describe_type, field_kinds, is_layers, is_scheme
+from hf_posswap.utils.scheme_text import attribute_docs, describe_type, field_kinds, is_layers, is_scheme
 
 
 def format_value(value: Any) -> str:

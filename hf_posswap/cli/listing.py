@@ -15,7 +15,7 @@ from hf_posswap.cli.completing import family_names, scheme_names
 from hf_posswap.cli.fields import describe_fields, format_value
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.errors import OptionError
-from hf_posswap.utils.docstrings import attribute_docs, description
+from hf_posswap.utils.scheme_text import attribute_docs, description
 from hf_posswap.utils.threads import ignored_warnings, quiet_logger
 
 

@@ -20,8 +20,8 @@ from hf_posswap.cli.fields import format_value
 from hf_posswap.cli.outcome import was_interrupted
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
-from hf_posswap.utils.docstrings import attribute_docs
 from hf_posswap.utils.printable import printable
+from hf_posswap.utils.scheme_text import attribute_docs
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe

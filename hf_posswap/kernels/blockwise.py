@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posswap.kernels import fused
-from hf_posswap.utils.autocast import without_autocast
+from hf_posswap.utils.devices import without_autocast
 
 
 class Block(NamedTuple):

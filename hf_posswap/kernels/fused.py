@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward, fused_takes_groups
 from hf_posswap.kernels.trying import works_correctly
-from hf_posswap.utils.autocast import attended_dtype
-from hf_posswap.utils.devices import device_type, is_standing_for
+from hf_posswap.utils.devices import attended_dtype, device_type, is_standing_for
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_posswap.kernels.calls import Call, arranged, attend
 from hf_posswap.kernels.segments import Segment, Tile, tiles, whole
-from hf_posswap.utils.grouping import groups_of
+from hf_posswap.rope_math import groups_of
 
 
 class Region(NamedTuple):

@@ -23,7 +23,7 @@ from hf_posswap.kernels.blockwise import Block, attend
 from hf_posswap.kernels.distance_bias import seen_distances
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment
-from hf_posswap.utils.autocast import without_autocast
+from hf_posswap.utils.devices import without_autocast
 
 ROWS = 192
 """Queries per call of the kernel: with fewer, it is slower."""

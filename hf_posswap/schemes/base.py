@@ -17,10 +17,9 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.registry import Registry
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.utils.docstrings import add_inherited_fields
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.result_views import MOST_LETTERS, brief
-from hf_posswap.utils.scheme_text import respelled, scheme_and_fields, unknown_field
+from hf_posswap.utils.scheme_text import add_inherited_fields, respelled, scheme_and_fields, unknown_field
 from hf_posswap.utils.untrusted import refuse_deep
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]

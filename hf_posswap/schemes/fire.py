@@ -19,7 +19,7 @@ from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import distances, generator, parameter, uniform
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.utils.autocast import without_autocast
+from hf_posswap.utils.devices import without_autocast
 
 PAPER_THRESHOLD = 512.0
 """L of the paper, in tokens."""

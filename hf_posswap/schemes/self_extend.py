@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
+from hf_posswap.rope_math import groups_of
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piecewise import Far, Windowed
-from hf_posswap.utils.grouping import groups_of
 
 
 @SCHEMES.register("self_extend")

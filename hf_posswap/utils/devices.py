@@ -1,9 +1,13 @@
-"""Devices and dtypes as callers give them, and the device that decides how a tensor is computed with."""
+"""Devices and dtypes as callers give them, and what decides how a tensor is computed with: its device, mixed precision.
+
+Where torch's own attention is not asked, `torch.autocast` narrows queries, keys and values in the calls that it knows,
+and rotations widen queries and keys: a model may pass float32 queries with bfloat16 values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, overload
 
@@ -15,6 +19,8 @@ from hf_posswap.utils.format import said_by
 from hf_posswap.utils.printable import brief_repr
 
 _STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
+_WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan")
+"""Types of devices that torch has no autocast of, and raises for; `torch.compile` of torch 2.6 cannot ask which."""
 
 
 def device_type(tensor: Tensor) -> str:
@@ -97,3 +103,32 @@ def resolve_dtype(dtype: Any) -> Any:
             f"{brief_repr(dtype)}."
         )
     return resolved
+
+
+def attended_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which `scaled_dot_product_attention` would take `tensor` now.
+
+    Example:
+        >>> query = torch.ones(1)
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     attended_dtype(query)
+        torch.bfloat16
+        >>> attended_dtype(query)
+        torch.float32
+    """
+    device = tensor.device.type
+    if device in _WITHOUT_AUTOCAST or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def as_attended(tensor: Tensor) -> Tensor:
+    """Return `tensor` as `scaled_dot_product_attention` would take it now."""
+    dtype = attended_dtype(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # in decoding a call of torch's in vain is seen
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which no operator narrows its inputs on the device of `tensor`."""
+    device = tensor.device.type
+    return nullcontext() if device in _WITHOUT_AUTOCAST else torch.autocast(device, enabled=False)

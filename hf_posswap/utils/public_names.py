@@ -1,18 +1,26 @@
-"""Public names of a package, stated once, in its `__init__.pyi`, and each loaded from its home when it is asked for.
+"""What is loaded late: public names of a package, and what waits for the import of another package.
 
-The stub is what type checkers and editors read; reading it here as well leaves no second list that could differ
+The names are stated once, in the `__init__.pyi`, and each is loaded from its home when it is asked for. The stub is
+what type checkers and editors read; reading it here as well leaves no second list that could differ
 (https://scientific-python.org/specs/spec-0001/). Loading late keeps `import hf_posswap` free of torch, and has a name
-load the module that defines it and no other.
+load the module that defines it and no other. `after_import` acts as soon as another package's module is imported,
+without importing it.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+Action = Callable[[ModuleType], None]
 
 
 def attach_public_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -58,3 +66,45 @@ def read_homes(package: str, stub: str) -> dict[str, str]:
         for alias in node.names
     }
     return dict(sorted(homes.items(), key=lambda item: (not item[0].isupper(), not item[0][0].isupper(), item[0])))
+
+
+def after_import(name: str, ready: str, action: Action) -> None:
+    """Call `action` with the module `name`: now where it is imported, otherwise once it has been.
+
+    Args:
+        name: dotted name of the module.
+        ready: an attribute that the module has when its import is done.
+        action: called once.
+
+    Example:
+        >>> after_import("json", ready="loads", action=lambda module: print(module.__name__))
+        json
+    """
+    module = sys.modules.get(name)
+    if module is not None and hasattr(module, ready):
+        action(module)
+    else:
+        sys.meta_path.insert(0, _After(name, action))
+
+
+class _After(MetaPathFinder):
+    """Lets the other finders find one module, and acts when it has been executed."""
+
+    def __init__(self, name: str, action: Action) -> None:
+        self.name, self.action, self.done = name, action, False
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.name or self.done:
+            return None
+        self.done = True  # it stays in sys.meta_path: a thread that walks through that would miss the next finder
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.action(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

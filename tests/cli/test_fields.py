@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hf_posswap.cli.fields import describe_fields, format_value
 from hf_posswap.schemes import SCHEMES, PerLayer, RNoPE, Traits, schemes_for
-from hf_posswap.utils.docstrings import attribute_docs
-from hf_posswap.utils.scheme_text import describe_type, field_kinds, parse_value
+from hf_posswap.utils.scheme_text import attribute_docs, describe_type, field_kinds, parse_value
 
 NUMBERS = st.floats(allow_nan=False)
 

@@ -42,7 +42,7 @@ from hf_posswap.patching.record.config_class import on_new_config_class, plugin_
 from hf_posswap.patching.record.part_class import give_part_class, is_part, leave_part_class
 from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
-from hf_posswap.utils.import_hook import after_import
+from hf_posswap.utils.public_names import after_import
 from hf_posswap.utils.threads import once
 
 MARKED = "_posswap_marked"

@@ -16,7 +16,7 @@ from hf_posswap.training.config import Recipe, load_recipe, make_recipe, phases_
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import merge, override, read_yaml
 from hf_posswap.training.config.settings import keys_of
-from hf_posswap.utils.docstrings import attribute_docs
+from hf_posswap.utils.scheme_text import attribute_docs
 
 SWAP: dict[str, Any] = {"model": {"name": "any"}, "swap": {"scheme": "rope"}}
 

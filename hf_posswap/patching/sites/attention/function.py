@@ -29,7 +29,7 @@ from hf_posswap.patching.sites.attention.additive_mask import additive_mask
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
 from hf_posswap.patching.sites.attention.config_view import ATTENTION_NAME, ConfigView
 from hf_posswap.patching.sites.attention.split_attention import attend_split
-from hf_posswap.utils.autocast import as_attended
+from hf_posswap.utils.devices import as_attended
 
 
 def posswap_attention(

@@ -26,7 +26,7 @@ from hf_posswap.kernels.segments import Segment
 from hf_posswap.patching.sites.attention.request import Division, Request
 from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.common.piece import Piece
-from hf_posswap.utils.autocast import as_attended
+from hf_posswap.utils.devices import as_attended
 
 Pieces = Callable[[], tuple[Piece, ...]]
 
