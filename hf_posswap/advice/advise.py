@@ -1,4 +1,7 @@
-"""`advise`: what to use for a model, a length, a budget and a serving program."""
+"""`advise`: what to use for a model, a length, a budget and a serving program.
+
+Its program may also run or train the unswapped model with the recommended scheme by its own settings.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.advice.by_config import by_config
 from hf_posswap.advice.candidates import CANDIDATES
-from hf_posswap.advice.case import Case, read_case
+from hf_posswap.advice.case import Case, read_case, serving_of
 from hf_posswap.advice.commands import OTHER, compare_command, line
-from hf_posswap.advice.figures import Figure, figures_of
-from hf_posswap.advice.literature import MOST_TIMES, Literature, further_literature
-from hf_posswap.advice.serving import serving_of
+from hf_posswap.advice.figures import MOST_TIMES, Figure, Literature, figures_of, further_literature
 from hf_posswap.advice.weighing import Option, best_of_others, extrapolated_times, weigh
+from hf_posswap.checkpoints.overriding import overrides
+from hf_posswap.errors import PosswapError
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import with_older_name
+from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
@@ -35,6 +38,8 @@ _STANDS = {
     "literature": "published for models of this size",
 }
 _ENOUGH = "it reads this length as it is"
+_SERVERS = ("vllm", "sglang", "transformers")
+_TRAINERS = ("trl", "verl", "axolotl", "llamafactory")
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,3 +274,38 @@ def _least_lost_inside(case: Case) -> tuple[Figure, ...]:
     names = [candidate.recipe for candidate in CANDIDATES[case.kind] if candidate.recipe]
     figures = [figure for name in names for figure in figures_of(name, "control in the window", trained=True)]
     return tuple(sorted(figures, key=lambda figure: figure.difference)[:1])
+
+
+def by_config(case: Case, option: Option) -> tuple[str, tuple[str, ...]]:
+    """Return which programs need no swapped checkpoint for `option`, and the command for the first; "" and () if none.
+
+    Servers run a scheme that needs no training; trainers train one that needs it.
+    """
+    if option.scheme is None or option.route != "native" or _is_gguf(case.name):
+        return "", ()
+    programs: tuple[str, ...] = _TRAINERS if option.recipe else _SERVERS
+    if not option.recipe and case.serve is not None:
+        programs = tuple(program for program in programs if program == case.serve)
+    exact = [program for program in programs if _is_exact(case, option.scheme, program)]
+    if not exact:
+        return "", ()
+    names = exact[0] if len(exact) == 1 else f"{', '.join(exact[:-1])} and {exact[-1]}"
+    verb = "train" if option.recipe else "run"
+    length = () if "factor=" in option.scheme else ("--max-length", str(case.length))
+    sentence = (
+        f"{names} {verb}{'s' if len(exact) == 1 else ''} the unswapped model with this scheme by settings alone, which "
+        "posswap overrides prints"
+    )
+    return sentence, (line("overrides", case.name, option.scheme, *length, "--target", exact[0]),)
+
+
+def _is_exact(case: Case, scheme: str, program: str) -> bool:
+    length = None if "factor=" in scheme else case.length
+    try:
+        return overrides(case.fresh(), scheme, program, max_length=length).verdict == "exact"
+    except PosswapError:  # it has no setting for this scheme; posswap overrides says what to do instead
+        return False
+
+
+def _is_gguf(name: str) -> bool:
+    return Path(name).exists() and str(checkpoint_of(name)) != name

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_posswap.advice.candidates import Candidate
-from hf_posswap.advice.case import Case
-from hf_posswap.advice.serving import Serving
+from hf_posswap.advice.case import Case, Serving
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.search.heads import find_projections

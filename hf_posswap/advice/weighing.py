@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_posswap.advice.candidates import CANDIDATES, Candidate
-from hf_posswap.advice.case import Case
+from hf_posswap.advice.case import Case, Serving, serving_of
 from hf_posswap.advice.commands import trained_commands, untrained_commands
-from hf_posswap.advice.figures import Figure, figures_of
-from hf_posswap.advice.literature import MOST_TIMES, Literature, literature_of
-from hf_posswap.advice.serving import Serving, serving_of
+from hf_posswap.advice.figures import MOST_TIMES, Figure, Literature, figures_of, literature_of
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.utils.result_views import ResultView

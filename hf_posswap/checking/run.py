@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_posswap.checking.angles import RotarySet, angle_findings, own_formula, rotary_sets
-from hf_posswap.checking.files import key_findings, lost_findings
 from hf_posswap.checking.report import CheckReport, Coverage
 from hf_posswap.checking.running import running_findings
-from hf_posswap.checking.serving import serving_findings
 from hf_posswap.checking.settings import (
     generation_findings,
+    key_findings,
     late_scaling,
     length_raised,
+    lost_findings,
     scaling_findings,
+    serving_findings,
     table_findings,
     theta_findings,
 )

@@ -1,19 +1,50 @@
-"""Settings of a config that have no effect, and lengths that do not fit."""
+"""Settings of a config that have no effect, lengths that do not fit, and what others read in it.
+
+The config.json, as it stands on disk, is held against the config that was loaded from it, and against the JSON that
+serving programs want.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Iterator
 from typing import Any
 
-from hf_posswap.checking.angles import RotarySet
-from hf_posswap.checking.formulas import rope_angles, rope_type_of
-from hf_posswap.checkpoints.doctor_findings import Finding
+from hf_posswap.checking.angles import RotarySet, rope_angles, rope_type_of
+from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding
+from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
+from hf_posswap.checkpoints.exports.rules import Judgement, filled, is_known, judge
 from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import config_at, config_parts
 from hf_posswap.families.sites import Sites, TokenTable
 
 THETAS = ("rope_theta", "rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base")
 """Names under which configs have carried the one theta of a model."""
+_SETTINGS = ("rope_parameters", "rope_scaling")
+_INNER = ("text_config", "llm_config", "language_config")
+"""Names under which composed configs have carried their language model's."""
+_SPELLED = {"su": "longrope"}
+_NO_SCALING = ("default", "mrope")
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_OF_TYPE: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "proportional": {"factor"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    },
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+}  # fmt: skip
+_SCALING = set.union(*_OF_TYPE.values()) - {"original_max_position_embeddings"}
+_KNOWN = _COMMON | set.union(*_OF_TYPE.values())
+SERVERS = ("vllm", "sglang", "llamacpp", "tgi")
+"""The serving programs that compute positions by themselves."""
+_USUAL_THETA = 10000.0
+"""What programs take where they read none."""
 
 
 def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
@@ -166,3 +197,182 @@ def generation_findings(model: Any, sites: Sites | None) -> Iterator[Finding]:
                 f"{window} positions: beyond them comes {beyond}.", f"Set it to {window}, or extend the model.",
                 "generation-length",
             )  # fmt: skip
+
+
+def lost_findings(raw: dict[str, Any], config: Any) -> Iterator[Finding]:
+    """Yield thetas and scalings of config.json that are not in the config loaded from it.
+
+    Args:
+        raw: the content of config.json.
+        config: the config of the model.
+    """
+    inner = {name: value for name, value in raw.items() if isinstance(value, dict) and name not in _SETTINGS}
+    text = config.get_text_config()
+    layered_config = config if _layers(config) else text
+    yield from _lost(raw, layered_config, "config.json")
+    for name, values in inner.items():
+        loaded = getattr(config, name, None)
+        if hasattr(loaded, "to_dict"):
+            yield from _lost(values, loaded, f"config.json: {name}")
+        elif name in _INNER:
+            yield from _lost(values, text, f"config.json: {name}")
+
+
+def _layers(config: Any) -> list[dict[str, Any]]:
+    """Return the sets of rope parameters of a loaded config; [] where it has none."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or not rope:
+        return []
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
+def _lost(raw: dict[str, Any], config: Any, where: str) -> Iterator[Finding]:
+    """Yield what one config on disk says about rope, and the loaded one does not."""
+    layers = _layers(config)
+    if not layers:
+        return
+    thetas = [layer.get("rope_theta") for layer in layers]
+    settings = [(name, raw[name]) for name in _SETTINGS if isinstance(raw.get(name), dict)]
+    inside = [value.get("rope_theta") for _, value in settings]
+    thetas_in_file = {name: raw[name] for name in THETAS if isinstance(raw.get(name), (int, float))}
+    for name, value in thetas_in_file.items():
+        if value not in thetas and all(theta is None for theta in inside):
+            yield _lost_theta(f"{where}: {name}", value, thetas, config)
+    for name, setting in settings:
+        theta = setting.get("rope_theta")
+        if isinstance(theta, (int, float)) and theta not in thetas:
+            yield _lost_theta(f"{where}: {name}.rope_theta", theta, thetas, config)
+        yield from _lost_scaling(f"{where}: {name}", setting, layers, config)
+
+
+def _lost_theta(where: str, value: float, thetas: list[Any], config: Any) -> Finding:
+    loaded = " and ".join(
+        dict.fromkeys(f"{theta:g}" if isinstance(theta, (int, float)) else "null" for theta in thetas)
+    )
+    return Finding(
+        "error", where, f"it is {value:g} on disk, and the model computes with theta {loaded}: {type(config).__name__} "
+        "does not take it from there, and the model reads its weights by other angles.",
+        f'Write "rope_parameters": {{"rope_type": "default", "rope_theta": {value:g}}} into config.json (with the '
+        "scaling's own keys, if there is one), and remove the old keys.", "theta-lost",
+    )  # fmt: skip
+
+
+def _lost_scaling(where: str, setting: dict[str, Any], layers: list[dict[str, Any]], config: Any) -> Iterator[Finding]:
+    """Yield a scaling on disk of which the loaded config has another type, or other values."""
+    if any(isinstance(value, dict) for value in setting.values()):
+        return
+    rope_type = _SPELLED.get(rope_type_of(setting), rope_type_of(setting))
+    if rope_type in _NO_SCALING:
+        return
+    same = [layer for layer in layers if rope_type_of(layer) == rope_type]
+    keys = _OF_TYPE.get(rope_type, set())
+    agree = [layer for layer in same if all(layer.get(key) == setting[key] for key in keys & setting.keys())]
+    if not agree:
+        loaded = " and ".join(dict.fromkeys(rope_type_of(layer) for layer in layers))
+        problem = f"it is {rope_type!r} on disk, and the model computes with rope type {loaded}" if not same else (
+            f"its values are not those of the loaded rope type {rope_type!r}"
+        )  # fmt: skip
+        yield Finding(
+            "error", where, f"{problem}: {type(config).__name__} does not take them from there.",
+            "Write them to rope_parameters in config.json, with rope_type and rope_theta, and remove the old keys.",
+            "scaling-lost",
+        )  # fmt: skip
+
+
+def key_findings(config: Any) -> Iterator[Finding]:
+    """Yield keys of rope parameters that have no effect: those of another rope type, and misspelled ones."""
+    for path, sub_config in config_parts(config).items():
+        rope = getattr(sub_config, "rope_parameters", None)
+        if not isinstance(rope, dict):
+            continue
+        nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
+        for name, layer in (nested or {"": rope}).items():
+            where = ".".join(filter(None, ["config", path, "rope_parameters", name]))
+            yield from _keys(layer, where, set(getattr(sub_config, "ignore_keys_at_rope_validation", None) or ()))
+
+
+def _keys(rope: dict[str, Any], where: str, ignored: set[str]) -> Iterator[Finding]:
+    rope_type = rope_type_of(rope)
+    if rope_type not in _OF_TYPE:
+        return
+    for key, value in rope.items():
+        if value is None or key in ignored | _COMMON | _OF_TYPE[rope_type]:
+            continue
+        if key in _SCALING and value not in (1, False):
+            yield Finding(
+                "warning", f"{where}.{key}", f"rope type {rope_type!r} does not read it: {_short(value)} has no "
+                "effect.",
+                "Write the rope type that it belongs to as rope_type, or remove it.", "rope-key",
+            )  # fmt: skip
+        elif key not in _KNOWN:
+            near = difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.75)
+            if near:
+                yield Finding(
+                    "warning", f"{where}.{key}", f"transformers has no such key: {_short(value)} has no effect.",
+                    f"Did you mean {near[0]}?", "rope-key",
+                )  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else f"{text[:36]}..."
+
+
+def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterator[Finding]:
+    """Yield the programs that compute other positions than transformers, and those that want other keys.
+
+    Args:
+        config: of the model.
+        diagnosis: of its checkpoint, whose commands are then named; None: it is a live model.
+
+    Raises:
+        PosswapError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError: no family, no length, or values
+            that fail.
+    """
+    positions = position_config_of(config)
+    is_plain = positions.kind == "table" or positions.kind == "rope" and positions.rope_type == "default"
+    if not positions.generates:
+        return
+    source = "DIR" if diagnosis is None else diagnosis.source
+    served = {} if diagnosis is None else {each.target: each for each in diagnosis.serving}
+    for target in SERVERS:
+        if not is_known(target, positions):
+            continue
+        judged = judge(target, positions)
+        known = served.get(target)
+        verdict: str = judged.verdict
+        why, engine = judged.why, judged.claim.source
+        command = filled(judged.claim.command, positions, source)
+        if known is not None:
+            verdict, why, command = known.verdict, known.why, known.command
+        if verdict != "exact" and is_plain:
+            continue  # the program lacks the class, whatever its positions
+        if verdict != "exact":
+            what = "does not compute these positions" if verdict == "impossible" else "computes them roughly"
+            do = f"Run: {command}" if command else "Serve it with another program."
+            yield Finding("note", target, f"{target} ({engine}) {what}: {why}", do, "serving")
+            continue
+        wanted = _wanted(judged, positions, config)
+        if wanted:
+            yield Finding(
+                "note", target, f"{target} ({engine}) computes these positions if config.json has "
+                f"{json.dumps(wanted)}.",
+                f"Write that, or run: posswap export {source} --target {target} -o "
+                f"{'model.gguf' if target == 'llamacpp' else 'OUT'}", "serving",
+            )  # fmt: skip
+
+
+def _wanted(judged: Judgement, positions: PositionConfig, config: Any) -> dict[str, Any]:
+    """Return the keys that a program wants and the config lacks or has otherwise; {}: its defaults are the same."""
+    if positions.rope_type == "default" and positions.rope.get("rope_theta", _USUAL_THETA) == _USUAL_THETA:
+        return {}
+    values = config.to_dict()
+    rope = {key: value for key, value in judged.spelling.rope.items() if not _same(positions.rope.get(key), value)}
+    outer = {key: value for key, value in judged.spelling.config.items() if not _same(values.get(key), value)}
+    return outer | ({"rope_parameters": rope} if rope else {})
+
+
+def _same(has: Any, wanted: Any) -> bool:
+    if isinstance(has, float) and isinstance(wanted, float):
+        return abs(has - wanted) < 1e-6 * abs(wanted)
+    return bool(has == wanted)

@@ -14,8 +14,7 @@ from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
     from hf_posswap.advice.advise import Advice
-    from hf_posswap.advice.figures import Figure
-    from hf_posswap.advice.literature import Literature
+    from hf_posswap.advice.figures import Figure, Literature
     from hf_posswap.advice.weighing import Option
 
 

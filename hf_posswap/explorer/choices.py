@@ -1,13 +1,22 @@
-"""The choices on the page: schemes with their styles, and sliders with their limits."""
+"""The choices on the page: schemes with their styles, sliders with limits, and initial values of learned schemes.
+
+torch draws those values, so that the page needs them as data.
+"""
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.plotting.styles import scheme_number
 from hf_posswap.report.looks import look, shape
-from hf_posswap.schemes import SCHEMES, Scheme
+from hf_posswap.schemes import SCHEMES, Fire, Kerple, Scheme, T5Bias
+from hf_posswap.schemes.common.bias import generator, uniform
+from hf_posswap.schemes.t5_bias import buckets
 
 
 @dataclass(frozen=True)
@@ -33,18 +42,26 @@ class Choice:
 
 
 _TURN, _FAR, _BIAS, _OTHER = "turn by fixed angles", "give far keys other distances", "add a bias", "others"
+
+
 _BEGINS = "It is learned and drawn at initialization."
+
+
 _MEMBERS = {
     _TURN: "rope yarn linear ntk llama3 ntk_by_parts dynamic longrope p_rope xpos",
     _FAR: "self_extend rerope leaky_rerope dual_chunk",
     _BIAS: "alibi alibi_interpolated kerple fire t5 t5_random",
     _OTHER: "nope sinusoidal learned learned_interpolated",
 }
+
+
 _VARIANTS = {
     "alibi_interpolated": "alibi",
     "t5_random": "t5",
     "learned_interpolated": "learned",
 }
+
+
 _WORDS = {
     "dynamic": "dynamic NTK: its angles at the length after the swap",
     "longrope": "LongRoPE: its divisors are searched for each model; drawn are some that rise evenly to the factor.",
@@ -57,6 +74,8 @@ _WORDS = {
     "learned_interpolated": "a learned table, stretched by the factor: new rows are interpolated between old ones, "
     "which are drawn as if similar only to themselves.",
 }
+
+
 _ORDER = (
     "nope rope yarn alibi linear ntk llama3 ntk_by_parts dynamic p_rope xpos self_extend rerope leaky_rerope "
     "dual_chunk alibi_interpolated kerple sinusoidal fire t5 t5_random learned learned_interpolated longrope"
@@ -70,7 +89,11 @@ def _choice(name: str) -> Choice:
 
 
 CHOICES = tuple(map(_choice, _ORDER))
+
+
 GROUPS = (_TURN, _FAR, _BIAS, _OTHER)
+
+
 FIRST = ("rope", "linear", "yarn", "self_extend", "alibi", "sinusoidal", "learned")
 """Initially selected schemes without a model."""
 
@@ -114,7 +137,11 @@ class Preset:
 
 
 _LLAMA_3: dict[str, float] = {"base": 500_000, "factor": 4, "window": 8192, "heads": 32, "dim": 128}
+
+
 _GPT_2: dict[str, float] = {"base": 10_000, "factor": 4, "window": 1024, "heads": 12, "dim": 64}
+
+
 PRESETS = (
     Preset(
         "Why does Llama 3 break beyond 8,192 tokens?",
@@ -216,3 +243,29 @@ def first_schemes(geometry: Geometry | None, scheme: Scheme | None) -> list[str]
     requested = [choice.name for choice in CHOICES if scheme is not None and choice.scheme == scheme.name][:1]
     compared = requested or (["linear", "yarn", "self_extend"] if geometry.base is not None else ["rope", "alibi"])
     return list(dict.fromkeys([*native, *compared]))
+
+
+def beginnings(heads: int) -> dict[str, object]:
+    """Return the random initial values of KERPLE, FIRE and T5's bias for up to `heads` heads, in the order of drawing.
+
+    For fewer heads each uses a prefix: KERPLE two numbers per head, FIRE its hidden layer and then a row and a number
+    per head, T5 the table, bucket by bucket.
+    """
+    kerple, fire, t5 = Kerple(), Fire(), T5Bias()
+    table = torch.empty(t5.num_buckets * heads).normal_(generator=generator(t5.seed))
+    return {
+        "kerple": packed(uniform(0.0, 1.0, (2 * heads,), generator(kerple.seed))),
+        "fire": packed(uniform(-1.0, 1.0, (2 * fire.width + (fire.width + 1) * heads,), generator(fire.seed))),
+        "t5": packed(table),
+        "buckets": buckets(t5.num_buckets, t5.max_distance, causal=True)[t5.max_distance :].tolist(),
+    }
+
+
+def packed(values: Tensor) -> str:
+    """Return `values` [N] as the base64 of their float32, little-endian.
+
+    Example:
+        >>> packed(torch.tensor([1.0]))
+        'AACAPw=='
+    """
+    return base64.b64encode(values.float().numpy().astype("<f4").tobytes()).decode("ascii")

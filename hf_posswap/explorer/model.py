@@ -6,9 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posswap.advice.case import Case, named_source
+from hf_posswap.advice.case import Case, Serving, named_source, serving_of
 from hf_posswap.advice.commands import line
-from hf_posswap.advice.serving import Serving, serving_of
 from hf_posswap.checkpoints.exports.rules import TARGETS
 from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.cost import forward_need, forward_operations

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import hf_posswap
 from hf_posswap.errors import DataError, SchemeError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.tools.centring import check_centring
-from hf_posswap.quickstart.base import Base
-from hf_posswap.quickstart.settings import QuickstartSettings
+from hf_posswap.quickstart.base import Base, QuickstartSettings
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search import check_fit

@@ -1,4 +1,4 @@
-"""The quickstart, step by step; finished steps are not repeated."""
+"""The quickstart, step by step, with its output; finished steps are not repeated."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 import hf_posswap
 from hf_posswap import Candidate, EvalSettings, __version__
 from hf_posswap.comparison.documents import read_documents
 from hf_posswap.comparison.pictures import require_pictures
-from hf_posswap.quickstart.base import Base, open_base, place_base
-from hf_posswap.quickstart.folder import LOCK, claim_folder, open_folder
+from hf_posswap.comparison.tables import details_of, in_short
+from hf_posswap.quickstart.base import LOCK, Base, QuickstartSettings, claim_folder, open_base, open_folder, place_base
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
-from hf_posswap.quickstart.settings import QuickstartSettings
-from hf_posswap.quickstart.show import show
-from hf_posswap.quickstart.telling import TrainingReporter
+from hf_posswap.report import PAGE
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json
 from hf_posswap.utils.devices import resolve_device
+from hf_posswap.utils.printable import printable
 from hf_posswap.utils.progress import Reporter, quiet_transformers
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_posswap.comparison.documents import EvalDocuments
+    from hf_posswap.utils.progress import Reporter
 
 RELOADED = "reload.json"
 
@@ -228,3 +230,60 @@ def _reload(
 def _identity(settings: QuickstartSettings) -> dict[str, Any]:
     """Return the identity of a folder, which must not be mixed with other results."""
     return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}
+
+
+def show(
+    results: dict[str, Any], best: str, reload: dict[str, Any], out: Path, reporter: Reporter, seconds: float
+) -> None:
+    """Show the verdicts, the perplexities, the details, the continuation, and the next commands."""
+    window, lengths = results["window"], results["lengths"]
+    title = f"Perplexity by length (window {window} tokens)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("model")
+    for length in lengths:
+        table.add_column(f"{length / window:g}x ({length})", justify="right")
+    for name, model in results["models"].items():
+        table.add_row(printable(name), *_perplexities(model, lengths))
+    if sliding := results["sliding"]:
+        table.add_row(printable(sliding["name"]), *_perplexities(sliding, lengths), style="dim")
+    for line in in_short(results):
+        reporter.line(line)
+    for note in results["notes"]:
+        reporter.line(f"note: {note}")
+    reporter.console.print(table)
+    for line in details_of(results):
+        reporter.line(line)
+    reporter.line(f"\n{best} continues a held-out text, past the window:")
+    reporter.line(f"{reload['prompt_end']} >>> {reload['text']}\n")
+    reporter.line(f"reloaded in a fresh process: logits differ by {reload['max_logit_difference']:.2g} at most")
+    model = out / best / "model"
+    reporter.line(f"report: {out / PAGE} ({seconds:.0f} s)\n")
+    reporter.line("Next:")
+    reporter.line(f"  posswap explain {model}")
+    reporter.line(f"  posswap push {model} me/my-model --dry-run")
+    reporter.line(f"  python -c \"import hf_posswap; model = hf_posswap.load('{model}')\"")
+    reporter.line("  posswap quickstart --model my-gpt2 --out mine   # a model of yours")
+
+
+def _perplexities(model: dict[str, Any], lengths: list[int]) -> list[str]:
+    perplexities = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
+    ends = model.get("cannot_run", {})
+    return [perplexities.get(length, "table ends" if str(length) in ends else "–") for length in lengths]
+
+
+class TrainingReporter(Reporter):
+    """Prefixes each line with the model's name, and omits the report at the end of a training, which is in a file.
+
+    Args:
+        reporter: the quickstart's reporter.
+        name: the model's name.
+    """
+
+    def __init__(self, reporter: Reporter, name: str) -> None:
+        super().__init__(reporter.console)
+        self.name, self._reports = name, False
+
+    def line(self, text: str) -> None:
+        self._reports = self._reports or text.startswith("# ")
+        if not self._reports:
+            super().line(f"{self.name}: {text}")

@@ -1,9 +1,12 @@
-"""A tiny model of each kind of family, swapped step by step."""
+"""A tiny model of each kind of family, swapped step by step; and the code of transformers that an error leads to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from hf_posswap import load, patch_model, plan_swap, save, unpatch_model, verify_swap
 from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
-from hf_posswap.selfcheck.touch import WrongAnswerError
+from hf_posswap.errors import PosswapError
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.utils.atomic_io import scratch_folder
 
@@ -20,6 +23,8 @@ LENGTH = 12
 """Tokens of the texts that the models read."""
 CLOSE = 1e-4
 """The largest rounding difference in logits of the tiny models, whose magnitude is about 5."""
+_TOUCHES = "Touches "
+"""The start of the docstring paragraph that names a function's dependencies outside hf_posswap."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ KINDS = (
     FamilyKind("ALiBi", "BloomForCausalLM", "rope"),
     FamilyKind("images", "ViTForImageClassification", "rope_2d"),
 )
+
 
 RESTS_ON = {
     "plan": "the modules and config fields of the model class",
@@ -181,3 +187,54 @@ def same(difference: float, subject: str, allowed: float) -> str:
     if difference > allowed:
         raise WrongAnswerError(f"{subject} are {difference:.2g} apart, and no more than {allowed:g} would be rounding")
     return "equal" if difference == 0 else f"equal, {difference:.1g} apart"
+
+
+class WrongAnswerError(Exception):
+    """Two results differ that should be equal, or are equal and should differ."""
+
+
+def words_of(error: Exception) -> str:
+    """Return the message of an error in one line.
+
+    Example:
+        >>> words_of(AttributeError("no\\nsuch thing"))
+        'AttributeError: no such thing'
+    """
+    text = " ".join(str(error).split())
+    return text if isinstance(error, PosswapError | WrongAnswerError) else f"{type(error).__name__}: {text or '-'}"
+
+
+def touch_of(error: Exception, otherwise: str) -> str:
+    """Return where hf_posswap met an error, its dependencies there, and where transformers raised it.
+
+    Args:
+        error: the caught error.
+        otherwise: the return value for errors of the self-check itself, such as different results.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = [where for where in frames if _is_of(where[0], "hf_posswap") and not _is_of(where[0], __package__ or "")]
+    if not ours:
+        return otherwise
+    lines = [_location(*ours[-1]), *_touched(ours[-1][0])]
+    beyond = [where for where in frames[frames.index(ours[-1]) :] if _is_of(where[0], "transformers")]
+    return "; ".join(lines + [f"raised in {_location(*where)}" for where in beyond[-1:]])
+
+
+def _is_of(frame: FrameType, package: str) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name == package or name.startswith(f"{package}.")
+
+
+def _location(frame: FrameType, line: int) -> str:
+    """Return module, function, line number and line of a frame."""
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{frame.f_globals['__name__']}.{code.co_qualname}, line {line}: {text}"
+
+
+def _touched(frame: FrameType) -> Iterator[str]:
+    """Yield the dependencies that the docstring of a frame's function names."""
+    function = frame.f_globals.get(frame.f_code.co_name)
+    for paragraph in (getattr(function, "__doc__", None) or "").split("\n\n"):
+        if (sentence := " ".join(paragraph.split())).startswith(_TOUCHES):
+            yield sentence[0].lower() + sentence[1:].split(". ")[0].rstrip(".")

@@ -26,8 +26,7 @@ import hf_posswap
 from hf_posswap import errors
 from hf_posswap.advice import figures, weighing
 from hf_posswap.advice.candidates import CANDIDATES
-from hf_posswap.advice.figures import Base, Figure
-from hf_posswap.advice.literature import LITERATURE
+from hf_posswap.advice.figures import LITERATURE, Base, Figure
 
 GPT2 = GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=300, n_positions=64)
 LLAMA = LlamaConfig(

@@ -15,7 +15,7 @@ import hf_posswap
 from hf_posswap.advice import weighing
 from hf_posswap.advice.advise import Advice
 from hf_posswap.advice.commands import trained_tokens
-from hf_posswap.advice.literature import LITERATURE
+from hf_posswap.advice.figures import LITERATURE
 from hf_posswap.cli import app
 from hf_posswap.cli.arguments import make_scheme
 from hf_posswap.training.config import Recipe, load_recipe

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap import CheckReport, check, patch_model
 from hf_posswap.checking import run
-from hf_posswap.checking.formulas import rope_angles
+from hf_posswap.checking.angles import rope_angles
 from hf_posswap.checking.report import CODES
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.cli import app

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 import hf_posswap
 from hf_posswap.cli import app
 from hf_posswap.selfcheck import Report, run, selfcheck, trial, upstream
-from hf_posswap.selfcheck.report import Check
-from hf_posswap.selfcheck.touch import WrongAnswerError, touch_of, words_of
+from hf_posswap.selfcheck.run import Check
+from hf_posswap.selfcheck.trial import WrongAnswerError, touch_of, words_of
 
 STEPS = ["plan", "patch", "verify_swap", "cached steps", "save and load", "unpatch"]
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from hf_posswap.errors import SchemeError
-from hf_posswap.explorer.beginnings import beginnings
-from hf_posswap.explorer.choices import CHOICES
+from hf_posswap.explorer.choices import CHOICES, beginnings
 from hf_posswap.explorer.page import write_page
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown

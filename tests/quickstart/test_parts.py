@@ -20,12 +20,10 @@ import hf_posswap
 from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, DataError, OptionError, UnknownNameError
-from hf_posswap.quickstart.base import Base, open_base, place_base
-from hf_posswap.quickstart.folder import claim_folder, open_folder
+from hf_posswap.quickstart.base import Base, QuickstartSettings, claim_folder, open_base, open_folder, place_base
 from hf_posswap.quickstart.recipes import CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload, probe_logits
 from hf_posswap.quickstart.run import choose_best, command
-from hf_posswap.quickstart.settings import QuickstartSettings
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer

@@ -25,7 +25,7 @@ import hf_posswap
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, DataError, OptionError
 from hf_posswap.quickstart import QuickstartResult, QuickstartSettings, run_quickstart
-from hf_posswap.quickstart.folder import LOCK
+from hf_posswap.quickstart.base import LOCK
 from hf_posswap.quickstart.run import run
 from hf_posswap.training import byte_tokenizer, python_corpus
 from hf_posswap.utils.atomic_io import alone_in
