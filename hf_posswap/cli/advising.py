@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_posswap.cli.arguments import GGUFFile, Json, source_of
-from hf_posswap.cli.export import Target
 from hf_posswap.cli.output import quiet_library, show_command, show_indented, show_json, show_pairs, show_text
+from hf_posswap.cli.shipping import Target
 from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:

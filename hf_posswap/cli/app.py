@@ -12,25 +12,18 @@ import typer
 
 from hf_posswap.cli import (
     advising,
-    checking,
     comparing,
-    doctor,
     evaluating,
-    export,
     key_spans,
     listing,
     lm_eval,
-    overriding,
-    push,
     recipes,
     reporting,
     searching,
-    selfcheck,
+    shipping,
     show,
     starting,
-    supporting,
     swapping,
-    to_native,
     training,
 )
 from hf_posswap.cli.outcome import DEBUG, MEANING, OneNameCommand, PosswapGroup, note_interrupts
@@ -57,7 +50,7 @@ app = typer.Typer(
 
 def _show_version(requested: bool) -> None:
     if requested:
-        from hf_posswap.cli.versions import version_lines
+        from hf_posswap.cli.listing import version_lines
 
         typer.echo("\n".join(version_lines()))
         raise typer.Exit
@@ -110,16 +103,16 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], type[OneNameCommand]], ...
     (MEASURE, "key-spans", key_spans.key_spans, OneNameCommand),
     (MEASURE, "lm-eval", lm_eval.lm_eval, SchemeCommand),
     (MEASURE, "report", reporting.report, OneNameCommand),
-    (SHIP, "check", checking.check, OneNameCommand),
-    (SHIP, "doctor", doctor.doctor, OneNameCommand),
-    (SHIP, "to-native", to_native.to_native, OneNameCommand),
-    (SHIP, "export", export.export, OneNameCommand),
-    (SHIP, "overrides", overriding.overrides, SchemeCommand),
-    (SHIP, "push", push.push, OneNameCommand),
+    (SHIP, "check", shipping.check, OneNameCommand),
+    (SHIP, "doctor", shipping.doctor, OneNameCommand),
+    (SHIP, "to-native", shipping.to_native, OneNameCommand),
+    (SHIP, "export", shipping.export, OneNameCommand),
+    (SHIP, "overrides", shipping.overrides, SchemeCommand),
+    (SHIP, "push", shipping.push, OneNameCommand),
     (LOOK_UP, "schemes", listing.schemes, OneNameCommand),
     (LOOK_UP, "families", listing.families, OneNameCommand),
-    (LOOK_UP, "support", supporting.support, OneNameCommand),
-    (LOOK_UP, "selfcheck", selfcheck.selfcheck, OneNameCommand),
+    (LOOK_UP, "support", listing.support, OneNameCommand),
+    (LOOK_UP, "selfcheck", listing.selfcheck, OneNameCommand),
 )
 """The group of each command in `posswap --help`, its name, its function, and the class that parses it."""
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and their conversion to library objects."""
+"""Arguments that several commands share, their conversion to library objects, and their completion in a shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.completing import scheme_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.gguf_source import gguf_path, is_gguf, on_hub
@@ -18,6 +17,43 @@ from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
     from hf_posswap.schemes import Scheme
+
+_SIGN = "+"
+
+
+def scheme_names(incomplete: str) -> list[str]:
+    """Return the schemes whose names begin with `incomplete`."""
+    from hf_posswap.schemes.base import known_schemes
+
+    sum_so_far, plus, begun = incomplete.rpartition(_SIGN)
+    return [f"{sum_so_far}{plus}{name}" for name in known_schemes() if name.startswith(begun)]
+
+
+def added_schemes(incomplete: str) -> list[str]:
+    """Return the matching schemes in the form that `posswap compare` takes, with + before the name."""
+    model, plus, begun = incomplete.partition(_SIGN)
+    return [f"{model}{_SIGN}{name}" for name in scheme_names(begun)] if plus else []
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Return the recipes of the package whose names begin with `incomplete`."""
+    from hf_posswap.training.config.shipped import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def training_names(incomplete: str) -> list[str]:
+    """Return the training recipes of the package whose names begin with `incomplete`."""
+    from hf_posswap.training.config.shipped import shipped_recipes
+
+    return [name for name, recipe in shipped_recipes().items() if recipe.trains and name.startswith(incomplete)]
+
+
+def family_names(incomplete: str) -> list[str]:
+    """Return the families whose names begin with `incomplete`."""
+    from hf_posswap.families import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
 
 
 class Site(StrEnum):
@@ -38,10 +74,14 @@ SCHEME_HELP = (
     "The scheme to put in, alone or with fields: yarn, or yarn:factor=4,base=500000; posswap schemes lists them. Or a "
     ".json file with a scheme, as written by posswap search."
 )
+
+
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A folder with a checkpoint, a GGUF file, or a Hub id.", show_default=False),
 ]
+
+
 GGUFFile = Annotated[
     str | None,
     typer.Option(
@@ -51,6 +91,8 @@ GGUFFile = Annotated[
         show_default=False,
     ),
 ]
+
+
 SchemeName = Annotated[
     str,
     typer.Argument(
@@ -60,6 +102,8 @@ SchemeName = Annotated[
         autocompletion=scheme_names,
     ),
 ]
+
+
 MaxLength = Annotated[
     int | None,
     typer.Option(
@@ -69,6 +113,8 @@ MaxLength = Annotated[
         show_default=False,
     ),
 ]
+
+
 SiteOption = Annotated[
     Site,
     typer.Option(
@@ -77,6 +123,8 @@ SiteOption = Annotated[
         "the result. attention: always inside attention.",
     ),
 ]
+
+
 RelativeOption = Annotated[
     Relative | None,
     typer.Option(
@@ -86,6 +134,8 @@ RelativeOption = Annotated[
         show_default=False,
     ),
 ]
+
+
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
@@ -93,6 +143,8 @@ TrustRemoteCode = Annotated[
         help="Run Python code that comes with a model, its tokenizer or a task. Read it first.",
     ),
 ]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import Json, TrustRemoteCode, make_scheme, source_of
-from hf_posswap.cli.completing import added_schemes
+from hf_posswap.cli.arguments import Json, TrustRemoteCode, added_schemes, make_scheme, source_of
 from hf_posswap.cli.evaluating import (
     Column,
     Device,

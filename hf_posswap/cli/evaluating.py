@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import GGUFFile, Json, Model, TrustRemoteCode, make_scheme, source_of
-from hf_posswap.cli.completing import scheme_names
+from hf_posswap.cli.arguments import GGUFFile, Json, Model, TrustRemoteCode, make_scheme, scheme_names, source_of
 from hf_posswap.cli.outcome import was_interrupted
 from hf_posswap.cli.output import quiet_library, show_json, show_lines, show_text
 from hf_posswap.errors import OptionError

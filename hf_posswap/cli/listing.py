@@ -1,22 +1,34 @@
-"""`posswap schemes` and `posswap families`: what there is."""
+"""`posswap schemes`, `families`, `support`, `selfcheck` and `--version`: what there is, and whether it works here."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import json
 import logging
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json
-from hf_posswap.cli.completing import family_names, scheme_names
-from hf_posswap.cli.fields import describe_fields, format_value
-from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
-from hf_posswap.errors import OptionError
-from hf_posswap.utils.scheme_text import attribute_docs, description
+from hf_posswap import __version__
+from hf_posswap.cli.arguments import Json, family_names, scheme_names
+from hf_posswap.cli.outcome import Code
+from hf_posswap.cli.output import quiet_library, show_indented, show_json, show_pairs, show_table, show_text
+from hf_posswap.errors import OptionError, UnknownNameError
+from hf_posswap.utils.scheme_text import attribute_docs, describe_type, description, field_kinds, is_layers, is_scheme
 from hf_posswap.utils.threads import ignored_warnings, quiet_logger
+from hf_posswap.versions import is_tested, tested, tested_range
+
+if TYPE_CHECKING:
+    from hf_posswap.patching.inspect.census import ClassEntry
+    from hf_posswap.selfcheck import Report
+
+_MOST = 40
+"""Most classes to plan: each takes about a second."""
 
 
 def schemes(
@@ -219,3 +231,168 @@ def _classes(json: bool) -> None:
     show_text("", "native: stock transformers runs the result; plugin: hf_posswap does; no: refused.", "")
     show_pairs((entry.name, entry.reason or "") for entry in entries if not entry.supported)
     return show_text("", f"{len(good)} of {len(entries)} classes can be swapped.")
+
+
+def format_value(value: Any) -> str:
+    """Format `value` as it is written on the command line.
+
+    Example:
+        >>> format_value((1.0, 2.5)), format_value(None), format_value(True)
+        ('1,2.5', 'none', 'true')
+    """
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, tuple | list):
+        return ",".join(map(format_value, value))
+    if isinstance(value, float):
+        return f"{value:.17g}" if float(f"{value:g}") != value else f"{value:g}"
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
+
+
+def describe_fields(cls: type) -> list[dict[str, Any]]:
+    """Return for each field of the dataclass `cls`: name, type, default, whether it is required, and meaning."""
+    documented = attribute_docs(cls)
+    out = []
+    for field, annotation in zip(dataclasses.fields(cls), field_kinds(cls).values(), strict=True):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        default = None if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        out.append(
+            {
+                "name": field.name,
+                "type": describe_type(annotation),
+                "default": _plain(default, annotation),
+                "required": required,
+                "meaning": documented.get(field.name, ""),
+            }
+        )
+    return out
+
+
+def _plain(default: Any, annotation: Any) -> Any:
+    """Return a field's default as JSON data."""
+    if is_layers(annotation):
+        return {str(layer): scheme.to_dict() for layer, scheme in default}
+    if is_scheme(annotation):
+        return _scheme_data(default)
+    if isinstance(default, tuple):
+        return [_scheme_data(item) if hasattr(item, "to_dict") else item for item in default]
+    return default
+
+
+def _scheme_data(default: Any) -> Any:
+    """Return a scheme as JSON data: its name, where all its fields are as they begin."""
+    return default.name if default == type(default)() else default.to_dict()
+
+
+def support(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Part of the name of a class, a model type or a family: qwen3, BertForMaskedLM, rotary.",
+            show_default=False,
+        ),
+    ],
+    json: Json = False,
+) -> None:
+    """Find the schemes that work in a model class of the installed transformers: natively, by plugin, or not at all.
+
+    A tiny model of each class whose name, model type or family contains NAME is built, and a swap to every scheme is
+    planned for it. Nothing is downloaded. For a checkpoint, posswap explain MODEL says the same from its config.
+
+    Example: posswap support qwen3
+    """
+    with quiet_library(), warnings_off():
+        from hf_posswap.patching.inspect.census import census, classes_named, known_names
+
+        matching = classes_named(name)
+        if not matching:
+            raise UnknownNameError("model class, model type or family", name, known_names())
+        if len(matching) > _MOST:
+            raise OptionError(
+                f"{name!r} is part of {len(matching)} classes, such as {', '.join(matching[:3])}: give a longer name. "
+                "posswap families --classes lists all."
+            )
+        entries = census(matching, every_scheme=True)
+    if json:
+        return show_json([entry.to_dict() for entry in entries])
+    groups: dict[tuple[tuple[str, str], ...], list[ClassEntry]] = {}
+    for entry in entries:
+        groups.setdefault(tuple(entry.routes.items()), []).append(entry)
+    for group in groups.values():
+        _show_support(group)
+    return show_text(
+        "native: stock transformers loads the saved checkpoint. plugin: loading it needs hf_posswap. no: refused; "
+        "posswap explain MODEL SCHEME says why."
+    )
+
+
+def _show_support(entries: Sequence[ClassEntry]) -> None:
+    """Print classes that support the same schemes, and the schemes by their route; or why each class is refused."""
+    for entry in entries:
+        refused = "" if entry.supported else f": {entry.reason}"
+        show_indented(f"{entry.name} ({', '.join(entry.model_types)}){refused}", 0)
+    by_route = {
+        route: [scheme for scheme, scheme_route in entries[0].routes.items() if scheme_route == route]
+        for route in ("native", "plugin", "no")
+    }
+    show_pairs((f"  {route}", ", ".join(schemes)) for route, schemes in by_route.items() if schemes)
+    show_text("")
+
+
+def selfcheck(json: Json = False) -> None:
+    """Prove in less than a minute that this installation works, or name the step that fails.
+
+    Swaps one tiny model of each kind of family: plan, patch, verify, steps with a cache, save and load, unpatch.
+    Nothing is downloaded, and nothing stays on the disk. The exit code is 1 if a check failed.
+
+    Example: posswap selfcheck
+    """
+    with quiet_library():
+        from hf_posswap.selfcheck import selfcheck as check_all
+
+        report = check_all()
+    if json:
+        show_json(report.to_dict())
+    else:
+        _show_checks(report)
+    if not report.ok:
+        raise typer.Exit(Code.OTHER)
+
+
+def _show_checks(report: Report) -> None:
+    show_pairs(report.versions.items())
+    show_text("")
+    rows = []
+    for subject, group in groupby(report.checks, key=lambda check: check.subject):
+        checks = list(group)
+        wrong = next((check for check in checks if check.ok is False), None)
+        outcome = f"{len(checks)} checks hold" if wrong is None else f"{wrong.step}: {wrong.said}"
+        rows.append(("ok" if wrong is None else "FAILED", subject, outcome))
+    show_table(["", "what", "found"], rows)
+    for check in report.failed:
+        show_text("", f"{check.subject}, {check.step}: look at {check.touch}")
+    summary = "all hold" if report.ok else f"{len(report.failed)} failed"
+    show_text("", f"{len(report.checks)} checks in {report.seconds:.0f} s: {summary}.")
+
+
+def version_lines() -> list[str]:
+    """Return the version of hf_posswap with the tested range of each package, and what is installed here.
+
+    Example:
+        >>> version_lines()[0].startswith("hf_posswap ")
+        True
+    """
+    ranges = ", ".join(f"{package} {tested_range(package)}" for package in tested())
+    here = [f"Python {platform.python_version()}", *(_installed_version(package) for package in tested())]
+    return [f"hf_posswap {__version__} (tested with {ranges})", f"installed: {', '.join(here)}"]
+
+
+def _installed_version(package: str) -> str:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
+    return f"{package} {version}" + ("" if is_tested(package, version) else " (not tested)")

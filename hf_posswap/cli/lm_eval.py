@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json, MaxLength, Model, TrustRemoteCode, make_scheme, source_of
-from hf_posswap.cli.completing import scheme_names
+from hf_posswap.cli.arguments import Json, MaxLength, Model, TrustRemoteCode, make_scheme, scheme_names, source_of
 from hf_posswap.cli.evaluating import Device, Tokenizer, placing, whole_numbers
 from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
 from hf_posswap.cli.target import checked_file

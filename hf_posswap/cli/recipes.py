@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posswap.cli.arguments import Json
-from hf_posswap.cli.completing import recipe_names
+from hf_posswap.cli.arguments import Json, recipe_names
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.errors import OptionError
 from hf_posswap.utils.user_paths import expand_home

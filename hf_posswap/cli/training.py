@@ -1,10 +1,10 @@
-"""`posswap train`: runs a recipe, from its file to the finished model."""
+"""`posswap train`: runs a recipe, from its file to the finished model, or says what it would take (`--dry-run`)."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from json import dumps as dump_json
 from pathlib import Path
@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_posswap.cli.arguments import TrustRemoteCode
-from hf_posswap.cli.completing import training_names
-from hf_posswap.cli.dry_running import run_dry, show_dry_run
+from hf_posswap.cli.arguments import TrustRemoteCode, training_names
 from hf_posswap.cli.evaluating import progress as progress_on_stderr
-from hf_posswap.cli.fields import format_value
-from hf_posswap.cli.outcome import was_interrupted
+from hf_posswap.cli.listing import format_value
+from hf_posswap.cli.outcome import Code, was_interrupted
 from hf_posswap.cli.output import console, quiet_library, show_json, show_pairs, show_text
 from hf_posswap.errors import ConfigError
 from hf_posswap.utils.printable import printable
@@ -25,6 +23,9 @@ from hf_posswap.utils.scheme_text import attribute_docs
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe
+    from hf_posswap.training.dryrun import DryRun
+    from hf_posswap.training.dryrun.prediction import Prediction
+    from hf_posswap.utils.progress import Reporter
 
 _SETTING = re.compile(r"[\w.\[\]]*=")
 """The start of KEY=VALUE; a file may have = in its path, but after a slash."""
@@ -229,3 +230,63 @@ def key_rows() -> Iterator[tuple[str, str]]:
         for name, (used, why) in REFUSED.items():
             if name in THEIRS:
                 yield f"training.{name}", f"fixed{'' if used is None else f' at {format_value(used)}'}: {why}"
+
+
+def run_dry(
+    recipe: Recipe, reporter: Reporter | None, *, gpu: str | None, accelerate: str | None, processes: int | None
+) -> DryRun:
+    """Predict the memory, steps and time of the training that `recipe` describes.
+
+    Args:
+        recipe: the training.
+        reporter: prints progress; None: prints nothing.
+        gpu: name or memory of a GPU.
+        accelerate: an accelerate config file, or the name of one in the package.
+        processes: the number of GPUs.
+
+    Raises:
+        UnknownNameError, OptionError: no such GPU, or no such file.
+        PosswapError: as `dry_run`.
+    """
+    from hf_posswap.training.dryrun import dry_run
+
+    return dry_run(
+        recipe,
+        gpu=gpu,
+        accelerate=accelerate,
+        processes=processes,
+        say=None if reporter is None else reporter.line,
+    )
+
+
+def show_dry_run(report: DryRun, *, json: bool) -> None:
+    """Print a dry run as tables or as JSON; if the training does not fit, exit with `Code.UNSUPPORTED`."""
+    if json:
+        show_json(report.to_dict())
+    else:
+        _show_prediction(report)
+    if report.fits is False:
+        raise typer.Exit(Code.UNSUPPORTED)
+
+
+def _show_total(predictions: Sequence[Prediction]) -> None:
+    from hf_posswap.training.dryrun.prediction import total_row
+
+    show_text("")
+    show_pairs([total_row(predictions)])
+
+
+def _show_prediction(report: DryRun) -> None:
+    for prediction in report.predictions:
+        if prediction.phase:
+            show_text(prediction.phase)
+        show_pairs(prediction.rows())
+    show_text(*report.said)
+    _show_total(report.predictions)
+    if report.change is not None:
+        show_text("", f"The smallest change that makes it fit: {report.change.said}")
+        for prediction in report.changed:
+            show_pairs(prediction.rows())
+        _show_total(report.changed)
+    elif report.fits is False:
+        show_text("", "No change that is known here makes it fit: take a shorter data.length, or a larger GPU.")

@@ -20,7 +20,7 @@ from hf_posswap.checkpoints.overriding import TARGETS, Overrides, facts_markdown
 from hf_posswap.checkpoints.overriding_config import by_axolotl, by_sglang, by_vllm, sglang_length, vllm_length
 from hf_posswap.checkpoints.overriding_programs import WRITERS
 from hf_posswap.cli import app
-from hf_posswap.cli.overriding import Program
+from hf_posswap.cli.shipping import Program
 from hf_posswap.errors import (
     AlreadyPatchedError,
     CheckpointError,

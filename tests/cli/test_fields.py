@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_posswap.cli.fields import describe_fields, format_value
+from hf_posswap.cli.listing import describe_fields, format_value
 from hf_posswap.schemes import SCHEMES, PerLayer, RNoPE, Traits, schemes_for
 from hf_posswap.utils.scheme_text import attribute_docs, describe_type, field_kinds, parse_value
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import hf_posswap
 import hf_posswap.versions
-from hf_posswap.cli import app, versions
+from hf_posswap.cli import app, listing
 from hf_posswap.cli.output import column_widths
 from hf_posswap.families import FAMILIES
 from hf_posswap.harness import run_tasks
@@ -76,9 +76,9 @@ def test_the_version_is_printed_with_the_tested_range_and_what_is_installed(poss
 
 def test_an_untested_version_and_a_missing_package_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = {"transformers": ["4.0.0"], "torch": [torch.__version__.partition("+")[0]], "no-such-package": ["1"]}
-    monkeypatch.setattr(versions, "tested", lambda: listed)
+    monkeypatch.setattr(listing, "tested", lambda: listed)
     monkeypatch.setattr(hf_posswap.versions, "tested", lambda: listed)
-    assert versions.version_lines()[1].split(", ", 1)[1] == (
+    assert listing.version_lines()[1].split(", ", 1)[1] == (
         f"transformers {transformers.__version__} (not tested), torch {torch.__version__}, no no-such-package"
     )
 

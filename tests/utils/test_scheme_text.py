@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model, swap_plan
-from hf_posswap.cli.fields import format_value
+from hf_posswap.cli.listing import format_value
 from hf_posswap.errors import OptionError, PosswapError, UnknownNameError
 from hf_posswap.schemes import LongRope, PerLayer, RNoPE, Rope, Yarn, make_scheme
 

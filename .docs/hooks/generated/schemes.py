@@ -11,7 +11,7 @@ from repository import PAGES, ROOT
 
 from generated.bibliography import bibtex
 from generated.markup import facts, fenced, literal, prose, table
-from hf_posswap.cli.fields import describe_fields, format_value
+from hf_posswap.cli.listing import describe_fields, format_value
 from hf_posswap.schemes import SCHEMES, Traits
 from hf_posswap.utils.scheme_text import attribute_docs, description
 
