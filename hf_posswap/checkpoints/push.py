@@ -164,8 +164,10 @@ def push(
         if not dry_run:
             session = stack.enter_context(hub_session(timeout))
             _check_reach(repo_id, token)
-        in_memory = not isinstance(source, str | Path)
-        folder = save(source, scratch / "model", tokenizer=tokenizer) if in_memory else Path(source)
+        if isinstance(source, str | Path):
+            folder, in_memory = Path(source), False
+        else:
+            folder, in_memory = save(source, scratch / "model", tokenizer=tokenizer), True
         files, text = files_to_push(folder), None
         notes = stock_instead(folder, in_memory=in_memory, trust_remote_code=trust_remote_code)
         if card and (CARD not in files or is_saved_readme(folder / CARD)):

@@ -264,7 +264,7 @@ class Target(StrEnum):
 
 
 class GGUFDtype(StrEnum):
-    """Of the matrices in a GGUF file: see `dtype` in `hf_posswap.checkpoints.exports.export`."""
+    """Of the matrices in a GGUF file: see `dtype` in `hf_posswap.export`."""
 
     f32 = "f32"
     f16 = "f16"

@@ -187,7 +187,8 @@ def is_removed(root: nn.Module, path: str) -> bool:
     """
     parent = root
     for name in path.split("."):
-        if name not in parent._modules:
+        child = getattr(parent, name, None)
+        if not isinstance(child, nn.Module):
             return isinstance(parent, nn.ModuleList)
-        parent = parent.get_submodule(name)
+        parent = child
     return False

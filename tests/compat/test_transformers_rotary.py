@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_runs_longrope_by_layer_type(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, expected in (("5.20.2", False), ("5.21.0", True), ("5.21.0.dev0", True), ("6.0.0", True)):
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which replaces itself
         assert transformers_rotary.runs_longrope_by_layer_type() == expected
+
+
+def test_of_any_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only in its block, and only in the thread that opened it."""
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.20.2")
+    found: list[bool] = []
+    with transformers_rotary.of_any_release():
+        thread = threading.Thread(target=lambda: found.append(transformers_rotary.runs_longrope_by_layer_type()))
+        thread.start()
+        thread.join()
+        found.append(transformers_rotary.runs_longrope_by_layer_type())
+    found.append(transformers_rotary.runs_longrope_by_layer_type())
+    assert found == [False, True, False]
 
 
 @pytest.mark.parametrize(
