@@ -32,7 +32,10 @@ def rope_function(rope_type: str) -> Callable[..., tuple[Tensor, float]]:
 
 @contextmanager
 def of_any_release() -> Iterator[None]:
-    """Let a plan use what a later transformers runs: it is for another program, and not applied here."""
+    """Let a plan use what a later transformers runs: it is for another program, and not applied here.
+
+    Touches nothing itself. Without it vLLM gets no override for what the installed transformers alone cannot run.
+    """
     token = _any_release.set(True)
     try:
         yield
