@@ -101,7 +101,11 @@ def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
 def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
     """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
     with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
-        save_with_swap(model, folder)
+        try:
+            save_with_swap(model, folder)
+        except RuntimeError as error:
+            _explain_unsavable(model, error)
+            raise
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
     if patch is not None and not readme.exists():  # that of an adapter is PEFT's
         inner = unwrap(model)
@@ -109,6 +113,18 @@ def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
     if tokenizer is not None:
         with _of_new_length(getattr(tokenizer, "tokenizer", tokenizer), "model_max_length", model):
             tokenizer.save_pretrained(folder)
+
+
+def _explain_unsavable(model: Any, error: RuntimeError) -> None:
+    """Raise a CheckpointError if `error` is of weights without memory of their own, such as torchao's."""
+    weights = {name: weight for name, weight in model.named_parameters() if hasattr(weight, "__tensor_flatten__")}
+    if weights and "storage" in str(error):
+        name, weight = next(iter(weights.items()))
+        raise CheckpointError(
+            f"safetensors cannot hold {len(weights)} weights of {type(model).__name__}, such as {name}, of class "
+            f"{type(weight).__name__}. Load the model with quantization_config=TorchAoConfig(...) instead of quantizing "
+            "it in place, or save it before it is quantized."
+        ) from error
 
 
 @contextmanager

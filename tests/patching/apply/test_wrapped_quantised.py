@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.errors import CheckpointError, UnsupportedSwapError
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, logits, words
 
@@ -176,3 +176,11 @@ def test_a_quantised_table_is_not_written_but_taken_away() -> None:
     assert gap(logits(model, IDS), logits(plain, IDS)) < NOISE
     unpatch_model(model)
     assert gap(logits(model, IDS), before) == 0
+
+
+def test_weights_that_no_file_can_hold_are_refused_by_save(tmp_path: Path) -> None:
+    model = by_torchao(build("llama"), tmp_path)
+    swap(model, "alibi")
+    with pytest.raises(CheckpointError, match=r"cannot hold \d+ weights .*of class Int8Tensor\. Load .*TorchAoConfig"):
+        hf_posswap.save(model, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
