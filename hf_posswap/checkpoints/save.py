@@ -122,8 +122,8 @@ def _explain_unsavable(model: Any, error: RuntimeError) -> None:
         name, weight = next(iter(weights.items()))
         raise CheckpointError(
             f"safetensors cannot hold {len(weights)} weights of {type(model).__name__}, such as {name}, of class "
-            f"{type(weight).__name__}. Load the model with quantization_config=TorchAoConfig(...) instead of quantizing "
-            "it in place, or save it before it is quantized."
+            f"{type(weight).__name__}. Load the model with quantization_config=TorchAoConfig(...) instead of "
+            "quantizing it in place, or save it before it is quantized."
         ) from error
 
 

@@ -20,7 +20,6 @@ from hf_posswap.testing.contract.points.gradients import with_lora
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
 from tests.patching.plan.test_swap_plan import snapshot
-from tests.toys.of_functions import log_scale
 
 
 def drop_hook(path: str, kind: type) -> Callable[[Any], None]:
@@ -219,7 +218,7 @@ def test_a_term_added_to_the_models_own_bias_is_proved_where_an_adapter_trains_i
     """PEFT's `modules_to_save` replaces the mechanism by a wrapper around its copies."""
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
     model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
-    patch_model(model, native() + log_scale(), max_length=64)
+    patch_model(model, native() + "kerple", max_length=64)
     expected = verify_swap(model).checks
     adapted = get_peft_model(model, LoraConfig(target_modules=["q", "v"], modules_to_save=["posswap"]))
     assert verify_swap(adapted).checks.keys() == expected.keys()
