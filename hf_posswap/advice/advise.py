@@ -173,6 +173,7 @@ def advise(
     options = [] if case.length <= case.window or case.kind == "unlimited" else weigh(case)
     use = next((option for option in options if option.advised), None) or _no_swap(case, options)
     settings_alone, overrides_commands = by_config(case, use)
+    window = f"a sliding window of {case.window:,} tokens over the unswapped model"
     return Advice(
         model=f"{case.report.model} ({case.report.native})",
         length=case.length,
@@ -184,7 +185,7 @@ def advise(
         others=tuple(option for option in options if option is not use),
         unknown=(_MEASURED_ALONE,) if options else (),
         caution=_caution(case, options),
-        baseline=_baseline(case) if use.scheme is not None else "",
+        baseline=f"{window}, which posswap compare measures too" if use.scheme is not None else "",
         further=further_literature(case.parameters) if case.kind == "rope" and options else (),
         by_config=settings_alone,
     )
@@ -198,10 +199,6 @@ def _caution(case: Case, options: list[Option]) -> str:
     if any(option.standing == "literature" for option in options):
         return f"own measurements are on models of up to {measured}, so published results come first"
     return f"extrapolated: all measurements are on models of up to {measured}. Compare on your model before you decide"
-
-
-def _baseline(case: Case) -> str:
-    return f"a sliding window of {case.window:,} tokens over the unswapped model, which posswap compare measures too"
 
 
 def why_not(option: Option) -> tuple[str, ...]:
@@ -281,7 +278,9 @@ def by_config(case: Case, option: Option) -> tuple[str, tuple[str, ...]]:
 
     Servers run a scheme that needs no training; trainers train one that needs it.
     """
-    if option.scheme is None or option.route != "native" or _is_gguf(case.name):
+    if option.scheme is None or option.route != "native":
+        return "", ()
+    if Path(case.name).exists() and str(checkpoint_of(case.name)) != case.name:  # a GGUF file
         return "", ()
     programs: tuple[str, ...] = _TRAINERS if option.recipe else _SERVERS
     if not option.recipe and case.serve is not None:
@@ -305,7 +304,3 @@ def _is_exact(case: Case, scheme: str, program: str) -> bool:
         return overrides(case.fresh(), scheme, program, max_length=length).verdict == "exact"
     except PosswapError:  # it has no setting for this scheme; posswap overrides says what to do instead
         return False
-
-
-def _is_gguf(name: str) -> bool:
-    return Path(name).exists() and str(checkpoint_of(name)) != name

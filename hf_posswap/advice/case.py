@@ -118,17 +118,13 @@ def named_source(model: Any) -> tuple[str, Any]:
     if isinstance(model, str | Path):
         return str(model), model
     if not isinstance(model, type):
-        return _name_or_placeholder(getattr(getattr(model, "config", model), "name_or_path", "")), model
+        return str(getattr(getattr(model, "config", model), "name_or_path", "") or _PLACEHOLDER), model
     if issubclass(model, transformers.PreTrainedModel):
         config: Any = model.config_class
         return _PLACEHOLDER, _with_class(config(), model)
     if issubclass(model, transformers.PreTrainedConfig):
         return _PLACEHOLDER, model()
     raise OptionError(f"{model.__name__} is a class of neither a model nor a config of transformers.")
-
-
-def _name_or_placeholder(path: Any) -> str:
-    return str(path) if path else _PLACEHOLDER
 
 
 def _with_class(config: Any, model_class: type) -> Any:

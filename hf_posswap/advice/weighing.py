@@ -199,11 +199,9 @@ def _further_figures(case: Case, candidate: Candidate) -> list[Figure]:
     further = [figure for name in wanted for figure in figures if figure.against == name]
     if trained:
         return further
-    return [figure for figure in further if figure.windows == _closest(case, further)]
-
-
-def _closest(case: Case, figures: list[Figure]) -> int:
-    return min((figure.windows for figure in figures), key=lambda windows: abs(windows - case.windows), default=0)
+    measured = (figure.windows for figure in further)
+    closest = min(measured, key=lambda windows: abs(windows - case.windows), default=0)
+    return [figure for figure in further if figure.windows == closest]
 
 
 def _standing(decisive: list[Figure]) -> Standing:
@@ -216,14 +214,11 @@ def _standing(decisive: list[Figure]) -> Standing:
 
 
 def _standing_of(figure: Figure) -> Standing:
-    low, high = (figure.low, figure.high) if figure.low is not None else _margin(figure.difference)
-    assert low is not None
+    low, high = figure.low, figure.high
+    if low is None:
+        low, high = figure.difference - MARGIN, figure.difference + MARGIN
     assert high is not None
     return "better" if high < 0 else "worse" if low > 0 else "level"
-
-
-def _margin(difference: float) -> tuple[float, float]:
-    return difference - MARGIN, difference + MARGIN
 
 
 def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[str]:
@@ -248,12 +243,7 @@ def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[st
 def needed_tokens(case: Case, figures: list[Figure]) -> int:
     """Return the least measured training in tokens per parameter, scaled to the size of the model."""
     least = min((figure.rate for figure in figures if figure.tokens), default=0.0)
-    return _rounded(least * case.parameters)
-
-
-def _rounded(value: float) -> int:
-    """Round `value` to two significant digits."""
-    return int(float(f"{value:.1e}"))
+    return int(float(f"{least * case.parameters:.1e}"))  # two significant digits
 
 
 def _serve(serving: Serving | None) -> list[str]:

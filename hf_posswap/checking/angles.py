@@ -215,18 +215,13 @@ def _of_formula(each: RotarySet) -> Iterator[Finding]:
             "error", each.where, f"{type(each.module).__name__} does not read rope_theta: its angles are "
             f"{_described(due)}.", "Use a class that applies it, or hf_posswap.patch_model.", "theta-ignored",
         )  # fmt: skip
-    elif rope_type in SCALED and not _has_own(each.module, rope_type):
+    elif rope_type in SCALED and not hasattr(each.module, f"compute_{rope_type}_rope_parameters"):
         yield Finding(
             "error", each.where, f"the angles of {type(each.module).__name__} differ from the formula of rope type "
             f"{rope_type!r} by up to {float((due - angles).abs().max() / angles.abs().max()):.2g} of the fastest.",
             "Compare with hf_posswap.patch_model(model, config.rope_parameters), and report it to transformers.",
             "angles-formula",
         )  # fmt: skip
-
-
-def _has_own(module: Any, rope_type: str) -> bool:
-    """Return whether the class of a rotary module brings a function of its own for a rope type."""
-    return hasattr(module, f"compute_{rope_type}_rope_parameters")
 
 
 def _same_whatever_theta(each: RotarySet, due: Tensor) -> bool:

@@ -285,7 +285,8 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
     if chart.tokenizer is None:
         examined.coverage.skip(_TOKENIZER, "there is no tokenizer_config.json")
     whole = forward is not False and (forward or _size(chart.shapes) <= MOST_WEIGHTS)
-    whole = whole and (chart.shapes is not None or chart.adapter is not None or forward is True or _has_weights(source))
+    has_bin = Path(source).is_dir() and any(Path(source).glob("*.bin"))
+    whole = whole and (chart.shapes is not None or chart.adapter is not None or forward is True or has_bin)
     with quiet_logger("transformers", logging.CRITICAL):
         try:
             model = (
@@ -308,10 +309,6 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
 
 def _size(shapes: Shapes | None) -> int:
     return sum(torch.Size(shape).numel() for shape in (shapes or {}).values())
-
-
-def _has_weights(source: str | Path) -> bool:
-    return Path(source).is_dir() and any(Path(source).glob("*.bin"))
 
 
 def _rows(model: Any, sites: Sites | None) -> int | None:

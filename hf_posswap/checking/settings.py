@@ -116,20 +116,17 @@ def theta_findings(model: Any, sets: list[RotarySet]) -> Iterator[Finding]:
             continue
         where = f"config{f'.{path}' if path else ''}"
         layers = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+        fields = getattr(type(config), "__dataclass_fields__", {})
         for name in THETAS:
             value = vars(config).get(name)
             inside = [layer.get("rope_theta") for layer in layers]
-            if isinstance(value, (int, float)) and value not in inside and sets and not _is_field(config, name):
+            if isinstance(value, (int, float)) and value not in inside and sets and name not in fields:
                 yield Finding(
                     "error", f"{where}.{name}", f"it is {value:g}, and rope_parameters has {listed(inside)}: "
                     f"transformers 5 reads only rope_parameters, so {name} has no effect.",
                     f'Write config.rope_parameters["rope_theta"] = {value:g} before the model is built, if that is '
                     "the theta it was trained with.", "theta-ignored",
                 )  # fmt: skip
-
-
-def _is_field(config: Any, name: str) -> bool:
-    return name in getattr(type(config), "__dataclass_fields__", {})
 
 
 def listed(values: list[Any]) -> str:

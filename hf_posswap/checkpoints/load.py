@@ -356,8 +356,11 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
     if adapter.record is not None and not adapter.base_is_swapped and getattr(model, "_posswap", None) is None:
         record = adapter.record
         patch_model(model, record.choice(), **record.arguments)
-    _refuse_other(unwrap(model), adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
-    _tell_training(unwrap(model), adapter)
+    base = unwrap(model)
+    _refuse_other(base, adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
+    if adapter.training is not None and adapter.record is not None:
+        base.config.posswap_training = adapter.training
+        base._posswap.plan = as_trained(base._posswap.plan, adapter.record, base.config)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = adapter.base  # on disk it may be a hint in its place
@@ -384,14 +387,6 @@ def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {reason}") from error
     return adapted
-
-
-def _tell_training(model: Any, adapter: AdapterSource) -> None:
-    """Set the record of the adapter's training on its base, for its plan."""
-    if adapter.training is None or adapter.record is None:
-        return
-    model.config.posswap_training = adapter.training
-    model._posswap.plan = as_trained(model._posswap.plan, adapter.record, model.config)
 
 
 def _refuse_other(model: Any, adapter: AdapterSource, source: str, trust_unrecorded: bool) -> None:

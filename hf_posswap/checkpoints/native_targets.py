@@ -16,12 +16,15 @@ import torch
 import transformers
 
 from hf_posswap.checkpoints.native_weights import (
+    BERT_LAYER,
     Affine,
     Blueprint,
     Layer,
+    LayerNames,
     TransformerWeights,
     Weights,
     by_head,
+    layer_under,
     named,
     refuse,
     transformer_weights_of,
@@ -38,6 +41,23 @@ from hf_posswap.rope_layout import permute_rows
 from hf_posswap.schemes import NoPE, RotaryScheme, T5Bias
 from hf_posswap.schemes.layered import Layered
 
+_JINA_LAYER: LayerNames = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "attention_norm": "post_attention_layernorm",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+    "mlp_norm": "post_mlp_layernorm",
+}
+_MPNET_LAYER: LayerNames = BERT_LAYER | {
+    "query": "attention.attn.q",
+    "key": "attention.attn.k",
+    "value": "attention.attn.v",
+    "out": "attention.attn.o",
+    "attention_norm": "attention.LayerNorm",
+}
 _LLAMA_KIND = ("llama", "mistral", "qwen2")
 _MPNET_BUCKETS, _MPNET_DISTANCE = 32, 128  # written into its code
 _MPNET_PADDING = 1
@@ -52,7 +72,6 @@ def rotary_scheme(plan: SwapPlan) -> RotaryScheme:
     scheme = plan.scheme
     if not isinstance(scheme, RotaryScheme) or not scheme.only_rotates:
         refuse(f"it rotates queries and keys, and {scheme.name} does not do that alone")
-    assert isinstance(scheme, RotaryScheme)
     if scheme.length_dependent:
         refuse(
             f"the angles of {scheme.name} follow the length, and stock classes keep keys rotated by those of an "
@@ -281,17 +300,7 @@ def jina_embeddings_v3(model: Any, plan: SwapPlan) -> Blueprint:
     modules = _embeddings(source, base) | {f"{base}embeddings.token_type_embeddings": source.types}
     for i, layer in enumerate(source.layers):
         turned = in_layout(layer, scheme, geometry, "half")
-        where = f"{base}layers.{i}"
-        modules |= {
-            f"{where}.self_attn.q_proj": turned.query,
-            f"{where}.self_attn.k_proj": turned.key,
-            f"{where}.self_attn.v_proj": layer.value,
-            f"{where}.self_attn.o_proj": layer.out,
-            f"{where}.post_attention_layernorm": layer.attention_norm,
-            f"{where}.mlp.fc1": layer.up,
-            f"{where}.mlp.fc2": layer.down,
-            f"{where}.post_mlp_layernorm": layer.mlp_norm,
-        }
+        modules |= layer_under(f"{base}layers.{i}", turned, _JINA_LAYER)
     return Blueprint(model_class, say_rope(model_class, config, plan), named(modules) | _lm_head(source))
 
 
@@ -326,17 +335,7 @@ def roformer(model: Any, plan: SwapPlan) -> Blueprint:
     modules = _embeddings(source, base) | {f"{base}embeddings.token_type_embeddings": source.types}
     for i, layer in enumerate(source.layers):
         turned = in_layout(layer, scheme, geometry, "interleaved")
-        where = f"{base}encoder.layer.{i}"
-        modules |= {
-            f"{where}.attention.self.query": turned.query,
-            f"{where}.attention.self.key": turned.key,
-            f"{where}.attention.self.value": layer.value,
-            f"{where}.attention.output.dense": layer.out,
-            f"{where}.attention.output.LayerNorm": layer.attention_norm,
-            f"{where}.intermediate.dense": layer.up,
-            f"{where}.output.dense": layer.down,
-            f"{where}.output.LayerNorm": layer.mlp_norm,
-        }
+        modules |= layer_under(f"{base}encoder.layer.{i}", turned, BERT_LAYER)
     table = torch.nn.Embedding(plan.max_length, geometry.head_dim)
     weights = named(modules) | {f"{base}encoder.embed_positions.weight": _sinusoids(table.weight)}
     if source.head:
@@ -358,7 +357,6 @@ def mpnet(model: Any, plan: SwapPlan) -> Blueprint:
     scheme, geometry = plan.scheme, plan.sites.geometry
     if not isinstance(scheme, T5Bias):
         refuse(f"it computes T5's bias, and not {scheme.name}")
-    assert isinstance(scheme, T5Bias)
     if geometry.causal:
         refuse("it sees both sides, and this model only the past")
     if (scheme.num_buckets, scheme.max_distance) != (_MPNET_BUCKETS, _MPNET_DISTANCE):
@@ -372,17 +370,7 @@ def mpnet(model: Any, plan: SwapPlan) -> Blueprint:
     config = transformers.MPNetConfig(**source.shape, max_position_embeddings=positions)
     modules = _embeddings(source, base)
     for i, layer in enumerate(source.layers):
-        where = f"{base}encoder.layer.{i}"
-        modules |= {
-            f"{where}.attention.attn.q": layer.query,
-            f"{where}.attention.attn.k": layer.key,
-            f"{where}.attention.attn.v": layer.value,
-            f"{where}.attention.attn.o": layer.out,
-            f"{where}.attention.LayerNorm": layer.attention_norm,
-            f"{where}.intermediate.dense": layer.up,
-            f"{where}.output.dense": layer.down,
-            f"{where}.output.LayerNorm": layer.mlp_norm,
-        }
+        modules |= layer_under(f"{base}encoder.layer.{i}", layer, _MPNET_LAYER)
     carried = model.get_submodule(".".join(name for name in (plan.sites.base, "posswap") if name))
     weights = named(modules) | _lm_head(source)
     weights[f"{base}encoder.relative_attention_bias.weight"] = carried.table.detach()

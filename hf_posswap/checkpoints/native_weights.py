@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,29 @@ from hf_posswap.errors import UnsupportedSwapError
 Affine = dict[str, Tensor]
 """The `weight` and `bias` of a Linear or a LayerNorm; an Embedding has a weight alone."""
 Weights = dict[str, Tensor]
+LayerNames = dict[str, str]
+"""The names of a layer's modules in a class, by the fields of `Layer`."""
+BERT_LAYER: LayerNames = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+"""Of BERT, RoBERTa and RoFormer."""
+_OPT_LAYER: LayerNames = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "up": "fc1",
+    "down": "fc2",
+    "mlp_norm": "final_layer_norm",
+}
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -100,6 +123,16 @@ def affine(state: Weights, path: str, *, transposed: bool = False) -> Affine:
     return {"weight": weight, "bias": weight.new_zeros(weight.shape[0]) if bias is None else bias}
 
 
+def layer_from(state: Weights, where: str, names: LayerNames) -> Layer:
+    """Return the layer at `where` of a state dict."""
+    return Layer(**{role: affine(state, f"{where}.{name}") for role, name in names.items()})
+
+
+def layer_under(where: str, layer: Layer, names: LayerNames) -> dict[str, Affine | None]:
+    """Return the modules of `layer` by their paths, for a layer at `where`."""
+    return {f"{where}.{name}": getattr(layer, role) for role, name in names.items()}
+
+
 def scaled(module: Affine, factor: float) -> Affine:
     """Return `module` with its output times `factor`."""
     return module if factor == 1.0 else {name: tensor * factor for name, tensor in module.items()}
@@ -131,7 +164,7 @@ def named(modules: dict[str, Affine | None]) -> Weights:
     }
 
 
-def refuse(reason: str) -> None:
+def refuse(reason: str) -> NoReturn:
     """Raise the reason why a conversion would not be exact.
 
     Raises:
@@ -212,19 +245,7 @@ def _opt(model: Any, state: Weights, base: str) -> TransformerWeights:
     if opt_lacks_final_norm(config) or not config.layer_norm_elementwise_affine:
         refuse("it lacks the final norm, or the weights of its norms")
     where = f"{base}decoder"
-    layers = tuple(
-        Layer(
-            query=affine(state, f"{where}.layers.{i}.self_attn.q_proj"),
-            key=affine(state, f"{where}.layers.{i}.self_attn.k_proj"),
-            value=affine(state, f"{where}.layers.{i}.self_attn.v_proj"),
-            out=affine(state, f"{where}.layers.{i}.self_attn.out_proj"),
-            attention_norm=affine(state, f"{where}.layers.{i}.self_attn_layer_norm"),
-            up=affine(state, f"{where}.layers.{i}.fc1"),
-            down=affine(state, f"{where}.layers.{i}.fc2"),
-            mlp_norm=affine(state, f"{where}.layers.{i}.final_layer_norm"),
-        )
-        for i in range(config.num_hidden_layers)
-    )
+    layers = tuple(layer_from(state, f"{where}.layers.{i}", _OPT_LAYER) for i in range(config.num_hidden_layers))
     shape = _shape(
         config,
         intermediate_size=config.ffn_dim,
@@ -243,19 +264,7 @@ def _opt(model: Any, state: Weights, base: str) -> TransformerWeights:
 
 def _bert(model: Any, state: Weights, base: str) -> TransformerWeights:
     config = model.config
-    layers = tuple(
-        Layer(
-            query=affine(state, f"{base}encoder.layer.{i}.attention.self.query"),
-            key=affine(state, f"{base}encoder.layer.{i}.attention.self.key"),
-            value=affine(state, f"{base}encoder.layer.{i}.attention.self.value"),
-            out=affine(state, f"{base}encoder.layer.{i}.attention.output.dense"),
-            attention_norm=affine(state, f"{base}encoder.layer.{i}.attention.output.LayerNorm"),
-            up=affine(state, f"{base}encoder.layer.{i}.intermediate.dense"),
-            down=affine(state, f"{base}encoder.layer.{i}.output.dense"),
-            mlp_norm=affine(state, f"{base}encoder.layer.{i}.output.LayerNorm"),
-        )
-        for i in range(config.num_hidden_layers)
-    )
+    layers = tuple(layer_from(state, f"{base}encoder.layer.{i}", BERT_LAYER) for i in range(config.num_hidden_layers))
     shape = _shape(
         config,
         intermediate_size=config.intermediate_size,

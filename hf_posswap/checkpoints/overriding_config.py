@@ -65,13 +65,9 @@ class ConfigSwap:
     def length(self) -> int:
         return self.plan.max_length
 
-    @property
-    def rope_path(self) -> str:
-        return f"{self.part}.rope_parameters".lstrip(".")
-
-    @property
-    def length_path(self) -> str:
-        return f"{self.part}.max_position_embeddings".lstrip(".")
+    def path_to(self, name: str) -> str:
+        """Return the path of a value in the language model's config."""
+        return f"{self.part}.{name}".lstrip(".")
 
     @property
     def wanted_rope(self) -> dict[str, dict[str, Any]]:

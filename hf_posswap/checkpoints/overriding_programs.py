@@ -29,6 +29,7 @@ from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 
+_LENGTH = "max_position_embeddings"
 _AXOLOTL = "axolotl 0.19.0 installs transformers 5.16.1"
 _SAME_CODE = "the program loads the model with transformers, so it computes what patch_model computes"
 
@@ -90,19 +91,19 @@ def _served(target: str, swap: ConfigSwap, option: str) -> Pasted:
     verdict, why, command, judgement = _judged(target, position_config)
     if verdict == "impossible":
         raise UnsupportedSwapError(f"{target} cannot run {swap.plan.scheme.name} in a {swap.plan.model}: {why}")
-    values = dict(swap.values)
+    values, rope_path, length_path = dict(swap.values), swap.path_to("rope_parameters"), swap.path_to(_LENGTH)
     if judgement is not None:
-        values[swap.rope_path] = spell_rope(values[swap.rope_path], position_config, judgement)
+        values[rope_path] = spell_rope(values[rope_path], position_config, judgement)
     apply, most = _RULES[target]
-    wanted = swap.wanted_rope | {swap.part: values[swap.rope_path]}
-    lengths = [None if judgement is None else judgement.spelling.config.get("max_position_embeddings")]
-    lengths += [values.get(swap.length_path)]
+    wanted = swap.wanted_rope | {swap.part: values[rope_path]}
+    lengths = [None if judgement is None else judgement.spelling.config.get(_LENGTH)]
+    lengths += [values.get(length_path)]
     if position_config.rope_type != "dynamic":  # its angles depend on that length
         lengths.append(swap.length)
     for length in dict.fromkeys(lengths):
-        tried = {path: value for path, value in values.items() if path != swap.length_path}
-        if length is not None and length != config_at(swap.config, swap.length_path):
-            tried[swap.length_path] = length
+        tried = {path: value for path, value in values.items() if path != length_path}
+        if length is not None and length != config_at(swap.config, length_path):
+            tried[length_path] = length
         applied = check_applied(apply, swap.config, nested(tried), wanted, swap.instead)
         if most(config_at(applied, swap.part)) >= swap.length:
             break
@@ -130,7 +131,7 @@ def _judged(target: str, position_config: PositionConfig) -> tuple[str, str, str
 
 def _older_vllm(swap: ConfigSwap) -> str | None:
     """Return the command for vLLM with the spelling of transformers 4; None where that has none."""
-    position_config, rope = swap.position_config, dict(swap.values[swap.rope_path])
+    position_config, rope = swap.position_config, dict(swap.values[swap.path_to("rope_parameters")])
     rope_types = ("default", "linear", "yarn", "llama3")
     if swap.part or position_config.rope_set or position_config.rope_type not in rope_types or "mrope_section" in rope:
         return None

@@ -79,12 +79,9 @@ def line_of(error: Exception) -> str:
     if isinstance(error, errors.PosswapError):
         return text
     if isinstance(error, OSError):
-        return " ".join(filter(None, [error.strerror or text or type(error).__name__, _quoted(error.filename)]))
+        quoted = "" if error.filename is None else repr(str(error.filename))
+        return " ".join(filter(None, [error.strerror or text or type(error).__name__, quoted]))
     return f"unexpected {type(error).__name__}: {text or 'no message'}. {DEBUG}=1 shows where it happened."
-
-
-def _quoted(name: Any) -> str:
-    return "" if name is None else repr(str(name))
 
 
 _IMPORT = "--import"

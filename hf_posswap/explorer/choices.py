@@ -83,12 +83,15 @@ _ORDER = (
 """The order of the choices."""
 
 
-def _choice(name: str) -> Choice:
-    group = next(group for group, members in _MEMBERS.items() if name in members.split())
-    return Choice(name, group, _VARIANTS.get(name, name), _WORDS.get(name, ""))
-
-
-CHOICES = tuple(map(_choice, _ORDER))
+CHOICES = tuple(
+    Choice(
+        name,
+        next(group for group, members in _MEMBERS.items() if name in members.split()),
+        _VARIANTS.get(name, name),
+        _WORDS.get(name, ""),
+    )
+    for name in _ORDER
+)
 
 
 GROUPS = (_TURN, _FAR, _BIAS, _OTHER)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from hf_posswap.advice.case import Serving
 from hf_posswap.explorer.choices import (
     CHOICES,
     GROUPS,
@@ -244,20 +243,14 @@ def _costs_section(facts: ModelFacts) -> Markup:
 
 
 def _serving_section(facts: ModelFacts) -> Markup:
-    rows = [
-        [
-            serving.target,
-            tag("span", serving.verdict, class_=f"verdict {serving.verdict}"),
-            tag("span", _why(serving), tag("small", f" {serving.known}")),
-        ]
-        for serving in facts.serving
-    ]
+    rows = []
+    for serving in facts.serving:
+        converted = f"as a {serving.converted}, by posswap to-native: " if serving.converted else ""
+        verdict = tag("span", serving.verdict, class_=f"verdict {serving.verdict}")
+        why = tag("span", f"{converted}{serving.why}", tag("small", f" {serving.known}"))
+        rows.append([serving.target, verdict, why])
     heading = "Which programs support it" if facts.explanation.plan is None else "Which programs support the result"
     return tag("section", tag("h2", heading), _table(("program", "verdict", "why, and known from"), rows), id="serving")
-
-
-def _why(serving: Serving) -> str:
-    return f"as a {serving.converted}, by posswap to-native: {serving.why}" if serving.converted else serving.why
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Markup:

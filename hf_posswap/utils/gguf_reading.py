@@ -287,7 +287,8 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
     in_model = sum(parameter.numel() for parameter in loaded.parameters())
     if in_file != in_model:
         biases = sorted({_kind(name) for name in tensors if name.endswith(".bias")})
-        hint = f" Its biases are {', '.join(biases)}." if biases and not _has_bias(loaded) else ""
+        has_bias = any(name.endswith(".bias") for name, _ in loaded.named_parameters())
+        hint = f" Its biases are {', '.join(biases)}." if biases and not has_bias else ""
         raise CheckpointError(
             f"{path} holds {in_file} weights, and the {type(loaded).__name__} that transformers makes of it holds "
             f"{in_model}: some would be lost.{hint} Take the checkpoint that the file was made from."
@@ -310,10 +311,6 @@ def _dtype(tensors: dict[str, Any]) -> torch.dtype:
 
 def _kind(name: str) -> str:
     return name.split(".", 2)[-1] if name.startswith("blk.") else name
-
-
-def _has_bias(model: Any) -> bool:
-    return any(name.endswith(".bias") for name, _ in model.named_parameters())
 
 
 def _plain(loaded: Any) -> Any:

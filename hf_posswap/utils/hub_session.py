@@ -456,7 +456,8 @@ def unreachable_error() -> type[Exception]:
 
 def _library(request: Any) -> Any:
     """Return the module of the client that `request` belongs to: httpx, or its successor."""
-    return next(sys.modules[root] for base in type(request).__mro__ if (root := _root(base)) in _LIBRARIES)
+    roots = (base.__module__.partition(".")[0] for base in type(request).__mro__)
+    return next(sys.modules[root] for root in roots if root in _LIBRARIES)
 
 
 def _is_question(request: Any) -> bool:
@@ -471,10 +472,6 @@ def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[st
     except BaseException:
         response.close()
         raise
-
-
-def _root(request_class: type) -> str:
-    return request_class.__module__.partition(".")[0]
 
 
 def _in_memory(request: Any) -> bool:
