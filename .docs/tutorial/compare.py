@@ -59,7 +59,11 @@ settings = EvalSettings(
     documents=16,
 )
 evaluation = hf_posswap.compare(
-    candidates, tokenizer=tokenizer, settings=settings, out=folder / "results"
+    candidates,
+    text="python",
+    tokenizer=tokenizer,
+    settings=settings,
+    out=folder / "results",
 )
 assert list(evaluation.results["models"]) == ["base", "rope", "fitted alibi"]
 evaluation

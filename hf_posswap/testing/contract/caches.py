@@ -16,4 +16,7 @@ def with_cache(module: Any, cache: Any) -> dict[str, Any]:
 def takes_cache(cls: type) -> bool:
     """Return whether the forward of the class takes a cache: an annotation says so, or one of the names it has had."""
     parameters = forward_parameters(cls).items()
-    return any(name in CACHE_NAMES or "Cache" in inspect.formatannotation(one.annotation) for name, one in parameters)
+    return any(
+        name in CACHE_NAMES or "Cache" in inspect.formatannotation(parameter.annotation)
+        for name, parameter in parameters
+    )

@@ -165,8 +165,8 @@ def _some_class_takes_it(subject: str, label: str, pairs: list[Pair]) -> Case:
     def run(folder: Path) -> None:
         refusals = {pair.model: refusal(pair) for pair in pairs}
         if all(refusals.values()):
-            said = "; ".join(f"{model}: {reason}" for model, reason in refusals.items())
-            raise BrokenPromiseError(f"that one of {', '.join(refusals)} takes it", said)
+            reasons = "; ".join(f"{model}: {reason}" for model, reason in refusals.items())
+            raise BrokenPromiseError(f"that one of {', '.join(refusals)} takes it", reasons)
 
     promise = "One of the small classes takes the scheme."
     return Case(subject, "all classes", f"{label}::some_class_takes_it", promise, run)

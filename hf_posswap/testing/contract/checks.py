@@ -53,7 +53,7 @@ def check(holds: object, expected: str, seen: object) -> None:
         raise BrokenPromiseError(expected, str(seen))
 
 
-def check_same(actual: Tensor, reference: Tensor, within: float = 0.0, what: str = "the same logits") -> None:
+def check_same(actual: Tensor, reference: Tensor, within: float = 0.0, meaning: str = "the same logits") -> None:
     """Raise unless the two differ by at most `within`.
 
     Raises:
@@ -61,27 +61,27 @@ def check_same(actual: Tensor, reference: Tensor, within: float = 0.0, what: str
     """
     apart = gap(actual, reference)
     bound = "bit for bit" if within == 0 else f"up to {within:.2g}"
-    check(apart <= within, f"{what} {bound}", f"they differ by {apart:.3g}")
+    check(apart <= within, f"{meaning} {bound}", f"they differ by {apart:.3g}")
 
 
-def check_differs(actual: Tensor, reference: Tensor, by: float = CHANGE, what: str = "other logits") -> None:
+def check_differs(actual: Tensor, reference: Tensor, by: float = CHANGE, meaning: str = "other logits") -> None:
     """Raise unless the two differ by more than `by`.
 
     Raises:
         BrokenPromiseError: they do not.
     """
     apart = gap(actual, reference)
-    check(apart > by, f"{what}, by more than {by:.2g}", f"they differ by {apart:.3g}")
+    check(apart > by, f"{meaning}, by more than {by:.2g}", f"they differ by {apart:.3g}")
 
 
-def check_finite(actual: Tensor, what: str = "finite logits") -> None:
+def check_finite(actual: Tensor, meaning: str = "finite logits") -> None:
     """Raise unless all numbers are finite.
 
     Raises:
         BrokenPromiseError: one is not.
     """
     finite = torch.isfinite(actual)
-    check(finite.all(), what, f"{int((~finite).sum())} of {finite.numel()} numbers are infinite or nan")
+    check(finite.all(), meaning, f"{int((~finite).sum())} of {finite.numel()} numbers are infinite or nan")
 
 
 @contextmanager

@@ -21,18 +21,18 @@ def tiny_models_of(family: str) -> dict[str, Tiny]:
     Raises:
         BrokenPromiseError: its model types have no such class, or one of them cannot be built.
     """
-    found = {}
+    models = {}
     types = FAMILIES.get(family).model_types
     for model_type in types:
         for task, (config, model) in language_classes(model_type).items():
-            found[model.__name__] = _tiny(task, config, model)
-    if not found:
+            models[model.__name__] = _tiny(task, config, model)
+    if not models:
         raise BrokenPromiseError(
             "model types that AutoConfig and AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM know, "
             "from transformers or by their `register`",
             f"none of {', '.join(map(repr, types)) or 'no model types'} is known",
         )
-    return found
+    return models
 
 
 def _tiny(task: str, config: Any, model: Any) -> Tiny:

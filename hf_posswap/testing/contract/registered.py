@@ -47,18 +47,18 @@ def registered_by(module: str) -> Registered:
     now = [registry.names_so_far() for registry in (SCHEMES, TERMS, FAMILIES)]
     new = [there - was for there, was in zip(now, before, strict=True)]
     families = {held.name for held in _values_in(imported) if isinstance(held, Family)} & now[2]
-    found = Registered(
+    registered = Registered(
         module,
         schemes=tuple(sorted(new[0] | _defined_in(imported, SCHEMES))),
         terms=tuple(sorted(new[1] | _defined_in(imported, TERMS))),
         families=tuple(sorted(new[2] | families)),
     )
-    if not (found.schemes or found.terms or found.families):
+    if not (registered.schemes or registered.terms or registered.families):
         raise OptionError(
             f"{module!r} registers no scheme and no family. Name the module that does so when it is imported, by "
             "SCHEMES.register, by a decorator of hf_posswap.schemes, or by hf_posswap.families.register."
         )
-    return found
+    return registered
 
 
 def _is_inside(name: str, module: str) -> bool:

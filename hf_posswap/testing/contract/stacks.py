@@ -43,7 +43,7 @@ def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """
     if not stack:
         return arguments
-    rows = len(next(held for name in ("input_ids", "inputs_embeds") if (held := arguments.get(name)) is not None))
+    rows = len(next(value for name in ("input_ids", "inputs_embeds") if (value := arguments.get(name)) is not None))
     taken = {named(stack, name): value for name, value in arguments.items()}
     if not tiny.takes(named(stack, "position_ids")):
         taken.pop(named(stack, "position_ids"), None)
@@ -58,12 +58,12 @@ def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def cache_of(kind: str, config: Any, tiny: Tiny, length: int) -> Any:
     """Return an empty cache with room for `length` tokens; behind an encoder it has a part for what that one says."""
-    own = _cache(kind, config, length)
+    stock_cache = _cache(kind, config, length)
     if not tiny.paired:
-        return own
+        return stock_cache
     seen = copy.deepcopy(config.get_text_config(decoder=True))  # by cross-attention, which has no sliding window
     seen.sliding_window, seen.layer_types = None, None
-    return EncoderDecoderCache(own, _cache(kind, seen, HEARD.shape[2] // 2 if tiny.hears else SOURCE.shape[1]))
+    return EncoderDecoderCache(stock_cache, _cache(kind, seen, HEARD.shape[2] // 2 if tiny.hears else SOURCE.shape[1]))
 
 
 def _cache(kind: str, config: Any, length: int) -> Any:

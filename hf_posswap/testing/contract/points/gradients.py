@@ -65,10 +65,10 @@ def gradient_checkpointing_gives_the_same_gradients(pair: Pair, reentrant: bool)
             enable({"use_reentrant": reentrant})
         return
     enable({"use_reentrant": reentrant})
-    found = gradients(model, pair, use_cache=False) if pair.causal else gradients(model, pair)
-    check(set(found) == set(expected), "gradients of the same parameters", sorted(set(found) ^ set(expected)))
+    actual = gradients(model, pair, use_cache=False) if pair.causal else gradients(model, pair)
+    check(set(actual) == set(expected), "gradients of the same parameters", sorted(set(actual) ^ set(expected)))
     for name, grad in expected.items():
-        check_same(found[name], grad, 1e-5 * (1 + float(grad.abs().max())), f"the gradient of {name}")
+        check_same(actual[name], grad, 1e-5 * (1 + float(grad.abs().max())), f"the gradient of {name}")
     check_same(pair.logits(model.eval(), IDS), pair.logits(pair.specimen(), IDS))
 
 
@@ -113,7 +113,7 @@ def lora_before_and_after_the_swap_is_the_same(pair: Pair) -> None:
         off = pair.logits(after, IDS)
         check_same(off, pair.logits(pair.specimen(), IDS), bound, "without the adapter, the swapped model's logits")
     unpatch_model(after)
-    check_same(pair.logits(after, IDS), untouched, what="unpatched, the logits of the adapter on the stock model")
+    check_same(pair.logits(after, IDS), untouched, meaning="unpatched, the logits of the adapter on the stock model")
 
 
 @point(once, lambda pair: pair.learns, ignored=(PEFT_ASKS,))
@@ -137,7 +137,7 @@ def peft_trains_and_saves_what_a_scheme_learns(pair: Pair, tmp_path: Path) -> No
     verify_swap(model)
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(pair.swapped(), tmp_path).eval()
-    check_same(pair.logits(again, IDS), after, what="loaded again, the same logits")
+    check_same(pair.logits(again, IDS), after, meaning="loaded again, the same logits")
     with model.disable_adapter():
         check_same(pair.logits(model, IDS), pair.logits(pair.specimen(), IDS))
     check_same(pair.logits(model.merge_and_unload(), IDS), after, pair.noise, "merged, the same logits")

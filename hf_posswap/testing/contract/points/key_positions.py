@@ -40,10 +40,10 @@ def models(pair: Pair) -> Iterator[Any]:
 
 def fed(pair: Pair, model: Any, kind: str, ids: Tensor, mask: Tensor, at: Tensor, sizes: list[int]) -> Tensor:
     """Return the logits of `ids` at the positions `at`, fed in pieces of `sizes` through a cache of this `kind`."""
-    cache, start, found = pair.cache(kind, model.config), 0, []
+    cache, start, actual = pair.cache(kind, model.config), 0, []
     for size in sizes:
         end = start + size
-        found.append(
+        actual.append(
             pair.logits(
                 model,
                 ids[:, start:end],
@@ -53,7 +53,7 @@ def fed(pair: Pair, model: Any, kind: str, ids: Tensor, mask: Tensor, at: Tensor
             )  # fmt: skip
         )
         start = end
-    return torch.cat(found, dim=1)
+    return torch.cat(actual, dim=1)
 
 
 @point(decodes, parameter="kind", values=CACHES, few=True, of_stock=True)
@@ -65,14 +65,14 @@ def steps_behind_a_right_padded_prompt_equal_the_unpadded_model(pair: Pair, kind
     ids[1, lengths[1] : PROMPT] = PADDING
     alone = torch.cat([ids[1:, : lengths[1]], ids[1:, PROMPT:]], dim=1)
     at = counted(pair, mask)
-    found = fed(pair, pair.specimen(), kind, ids, mask, at, [PROMPT, 1, 1, 5, 5])
+    actual = fed(pair, pair.specimen(), kind, ids, mask, at, [PROMPT, 1, 1, 5, 5])
     for model in models(pair):
         if pair.limits.sees_places:  # there the padding stands between: the oracle reads it at once
             expected = pair.logits(model, ids, attention_mask=mask, position_ids=at, use_cache=False)[1, PROMPT:]
         else:
             expected = pair.logits(model, alone)[0, lengths[1] :]
-        check_same(found[1, PROMPT:], expected, pair.noise, "the logits without padding")
-        check_same(found[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
+        check_same(actual[1, PROMPT:], expected, pair.noise, "the logits without padding")
+        check_same(actual[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
 
 
 @point(decodes, parameter="kind", values=CACHES, few=True, of_stock=True)
@@ -81,10 +81,10 @@ def ids_that_skip_between_chunks_equal_one_forward_with_the_same_ids(pair: Pair,
     ids = words(2, 20)
     at = torch.tensor([[*range(8), *range(10, 15), *range(16, 23)], [*range(3, 12), *range(13, 24)]])
     at, mask = at + first_position(pair), torch.ones_like(ids)
-    found = fed(pair, pair.specimen(), kind, ids, mask, at, [8, 1, 4, 7])
+    actual = fed(pair, pair.specimen(), kind, ids, mask, at, [8, 1, 4, 7])
     for model in models(pair):
         expected = pair.logits(model, ids, position_ids=at, use_cache=False)
-        check_same(found, expected, pair.noise, "the logits of one forward")
+        check_same(actual, expected, pair.noise, "the logits of one forward")
 
 
 @point(decodes, parameter="beams", values=(1, 3), few=True, of_stock=True)
@@ -104,6 +104,6 @@ def a_prompt_with_a_hole_generates_through_a_cache_what_it_does_without(pair: Pa
         source = HEARD.expand(2, -1, -1) if pair.tiny.hears else words(2, 14)
         given = {"inputs": source, "decoder_input_ids": prompt, "decoder_attention_mask": mask}
     # of the mixin: Whisper's own splits sound into segments first
-    found, expected = (GenerationMixin.generate(model, use_cache=on, **given, **kwargs) for on in (True, False))
-    check(found.shape == (2, 14 + new), f"2 rows of {14 + new} tokens", tuple(found.shape))
-    check_same_texts(found, expected, "the text without a cache")
+    actual, expected = (GenerationMixin.generate(model, use_cache=on, **given, **kwargs) for on in (True, False))
+    check(actual.shape == (2, 14 + new), f"2 rows of {14 + new} tokens", tuple(actual.shape))
+    check_same_texts(actual, expected, "the text without a cache")

@@ -49,10 +49,10 @@ def left_padding_with_position_ids(pair: Pair, implementation: str) -> None:
     """A row padded on the left, with position ids that count its tokens, gives the logits of the row alone."""
     model = pair.specimen(implementation)
     ids, mask = left_padded()
-    found = pair.logits(model, ids, attention_mask=mask, position_ids=counted(pair, mask))
+    actual = pair.logits(model, ids, attention_mask=mask, position_ids=counted(pair, mask))
     alone = pair.logits(model, ids[1:, PADDED:])[0]
-    check_same(pair.rows(found[1], PADDED), alone, pair.noise, "the logits of the row alone")
-    check_same(found[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
+    check_same(pair.rows(actual[1], PADDED), alone, pair.noise, "the logits of the row alone")
+    check_same(actual[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
 
 
 @point(lambda pair: pair.relative and (not pair.limits.convolves), of_stock=True)
@@ -60,9 +60,9 @@ def left_padding_without_position_ids(pair: Pair) -> None:
     """A row padded on the left, without position ids, gives the logits of the row alone: the traits say relative."""
     model = pair.specimen()
     ids, mask = left_padded()
-    found = pair.logits(model, ids, attention_mask=mask)
+    actual = pair.logits(model, ids, attention_mask=mask)
     alone = pair.logits(model, ids[1:, PADDED:])[0]
-    check_same(pair.rows(found[1], PADDED), alone, pair.noise, "the logits of the row alone")
+    check_same(pair.rows(actual[1], PADDED), alone, pair.noise, "the logits of the row alone")
 
 
 @point(not_convolved, parameter="implementation", values=IMPLEMENTATIONS, few_values=("eager",), of_stock=True)
@@ -70,10 +70,10 @@ def right_padding(pair: Pair, implementation: str) -> None:
     """A row padded on the right gives the logits of the row alone."""
     model = pair.specimen(implementation)
     ids, mask = right_padded()
-    found = pair.logits(model, ids, attention_mask=mask)
+    actual = pair.logits(model, ids, attention_mask=mask)
     alone = pair.logits(model, ids[1:, :-PADDED])[0]
-    check_same(pair.rows(found[1], None, -PADDED), alone, pair.noise, "the logits of the row alone")
-    check_same(found[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
+    check_same(pair.rows(actual[1], None, -PADDED), alone, pair.noise, "the logits of the row alone")
+    check_same(actual[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
 
 
 def packed(pair: Pair, model: Any) -> Tensor:
@@ -108,19 +108,19 @@ def random_positions_are_used_as_given(pair: Pair) -> None:
     Where the native class takes no position ids, it drops them without a word; swapped, it goes by them.
     """
     holes = torch.cat([torch.arange(5), torch.arange(16, 31)])[None] + first_position(pair)  # inside a chunk of Llama 4
-    native, found = (
+    native, actual = (
         gap(pair.logits(model, IDS[:1], position_ids=holes), pair.logits(model, IDS[:1]))
         for model in (pair.native(), pair.specimen())
     )
     takes = pair.takes("position_ids")
     check((native > 0) == takes, f"position ids that the stock class {'uses' if takes else 'drops'}", native)
     acts = pair.plan.scheme.kind != "none"
-    if acts and found <= CHANGE and pair.may_act_late and not pair.tabled:  # nothing within the window: then beyond it
-        found = gap(
+    if acts and actual <= CHANGE and pair.may_act_late and not pair.tabled:  # nothing within the window: then beyond it
+        actual = gap(
             pair.logits(pair.specimen(), IDS[:1], position_ids=holes * LENGTH), pair.logits(pair.specimen(), IDS[:1])
         )
     expected = f"logits that {'change' if acts else 'do not change'} by positions with holes"
-    check((found > CHANGE) == acts, expected, f"they differ by {found:.3g}")
+    check((actual > CHANGE) == acts, expected, f"they differ by {actual:.3g}")
 
 
 @point()

@@ -39,26 +39,26 @@ def positions_of_stock(source: str, shown: Tensor) -> Tensor:
 
 def read(pair: Pair, model: Any, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
     """Return the logits of the second row: of its real tokens, or of all that the decoder says behind an encoder."""
-    found = pair.logits(model, ids, attention_mask=mask, **kwargs)[-1]
-    return found if pair.stack == "encoder" else found[mask[-1].bool()]
+    actual = pair.logits(model, ids, attention_mask=mask, **kwargs)[-1]
+    return actual if pair.stack == "encoder" else actual[mask[-1].bool()]
 
 
 @point(placed, not_convolved, parameter="where", values=tuple(PADS), few=True, of_stock=True)
 def tokens_between_padding_stand_where_the_stock_class_has_them(pair: Pair, where: str) -> None:
     """Tokens between padding, without position ids, stand where the stock class has them."""
     (ids, mask), model = padded(where), pair.specimen()
-    found, shown = read(pair, model, ids, mask), mask[1].bool()
+    actual, shown = read(pair, model, ids, mask), mask[1].bool()
     at = positions_of_stock(pair.at.source_for(pair.scheme), shown)[shown][None] + pair.at.first_position
     told = torch.arange(20).repeat(2, 1) + pair.at.first_position
     told[1, shown] = at[0]
-    what = "the logits with position ids that say so"
-    check_same(found, read(pair, model, ids, mask, position_ids=told), pair.noise, what)
+    meaning = "the logits with position ids that say so"
+    check_same(actual, read(pair, model, ids, mask, position_ids=told), pair.noise, meaning)
     if where in ("left", "right") or not pair.limits.sees_places:
         alone = ids[1:, shown]
         expected = read(pair, model, alone, torch.ones_like(alone), position_ids=at)
-        check_same(found, expected, pair.noise, "the logits of the row without its padding")
+        check_same(actual, expected, pair.noise, "the logits of the row without its padding")
     if pair.identity:
-        check_same(found, read(pair, pair.native(), ids, mask), pair.noise, "the logits of the stock class")
+        check_same(actual, read(pair, pair.native(), ids, mask), pair.noise, "the logits of the stock class")
 
 
 @point(
@@ -69,8 +69,8 @@ def they_stand_there_in_steps_through_a_cache_too(pair: Pair, kind: str) -> None
     if pair.tabled or pair.stack or pair.at.position_source == "input_ids":
         return  # code of the stock class counts, which forgets the padding of a cached prompt
     (ids, mask), model = padded("all"), pair.specimen()
-    cache, parts = pair.cache(kind, model.config), []
+    cache, chunks = pair.cache(kind, model.config), []
     for start, stop in ((0, 12), (12, 13), (13, 20)):
-        parts.append(pair.logits(model, ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(model, cache)))
-    found, whole = torch.cat(parts, dim=1), pair.logits(model, ids, attention_mask=mask)
-    check_same(found[mask.bool()], whole[mask.bool()], pair.noise, "the logits of one forward")
+        chunks.append(pair.logits(model, ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(model, cache)))
+    actual, whole = torch.cat(chunks, dim=1), pair.logits(model, ids, attention_mask=mask)
+    check_same(actual[mask.bool()], whole[mask.bool()], pair.noise, "the logits of one forward")

@@ -69,11 +69,11 @@ def bfloat16_keeps_angles_in_float32(pair: Pair, when: str) -> None:
 @point(once, parameter="when", values=("before", "after"), few_values=("before",))
 def bfloat16_is_close_to_float32(pair: Pair, when: str) -> None:
     """The logits in bfloat16 are as close to those in float32 as the stock class's."""
-    found, exact = pair.logits(cast(pair, when), IDS), pair.logits(rounded(pair), IDS)
-    check(found.dtype == torch.bfloat16, "logits in bfloat16", found.dtype)
+    actual, exact = pair.logits(cast(pair, when), IDS), pair.logits(rounded(pair), IDS)
+    check(actual.dtype == torch.bfloat16, "logits in bfloat16", actual.dtype)
     reference = pair.native().to(torch.bfloat16)
     usual = gap(pair.logits(reference, IDS), pair.logits(reference.float(), IDS))
-    check_same(found, exact, 3 * usual + 0.05, "the logits in float32")
+    check_same(actual, exact, 3 * usual + 0.05, "the logits in float32")
 
 
 @point(once, parameter="half", values=("bfloat16", "float16"), few=True)
@@ -85,7 +85,7 @@ def mixed_precision_is_close_to_float32(pair: Pair, half: str) -> None:
     if pair.limits.mixed_precision_error:
         _check_unable(pair, half)
         return
-    (found, slopes), (exact, exact_slopes) = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
+    (actual, slopes), (exact, exact_slopes) = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
     (usual, stock_slopes), (expected, expected_slopes) = (
         mixed(pair, pair.native(), name) for name in (half, "float32")
     )
@@ -95,15 +95,15 @@ def mixed_precision_is_close_to_float32(pair: Pair, half: str) -> None:
     lost = {name for name, slope in stock_slopes.items() if not torch.isfinite(slope).all()}
     allowed = not lost or (half == "float16" and (pair.limits.overflows or not pair.limits.known))
     check(allowed, "finite gradients of the stock class", f"none of {sorted(lost)}")
-    found["gradients"], exact["gradients"] = joined(slopes, lost), joined(exact_slopes, lost)
+    actual["gradients"], exact["gradients"] = joined(slopes, lost), joined(exact_slopes, lost)
     usual["gradients"], expected["gradients"] = joined(stock_slopes, lost), joined(expected_slopes, lost)
-    check(found.keys() == usual.keys(), f"{sorted(usual)}, as of the stock class", sorted(found))
-    for what, values in found.items():
-        check(values.dtype == usual[what].dtype, f"{what} in {usual[what].dtype}, as of the stock class", values.dtype)
-        check_finite(values, f"finite numbers: {what}")
-        bound = 3 * apart(usual[what], expected[what]) + 0.02
-        off = apart(values, exact[what])
-        check(off < bound, f"{what} within {bound:.2g} of float32, of its size", f"{off:.3g} apart")
+    check(actual.keys() == usual.keys(), f"{sorted(usual)}, as of the stock class", sorted(actual))
+    for key, values in actual.items():
+        check(values.dtype == usual[key].dtype, f"{key} in {usual[key].dtype}, as of the stock class", values.dtype)
+        check_finite(values, f"finite numbers: {key}")
+        bound = 3 * apart(usual[key], expected[key]) + 0.02
+        off = apart(values, exact[key])
+        check(off < bound, f"{key} within {bound:.2g} of float32, of its size", f"{off:.3g} apart")
 
 
 def _check_unable(pair: Pair, half: str) -> None:
@@ -114,32 +114,32 @@ def _check_unable(pair: Pair, half: str) -> None:
         with raises(RuntimeError, match=pair.limits.mixed_precision_error):
             mixed(pair, pair.swapped(), half)
         return
-    (found, slopes), (exact, exact_slopes) = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
-    found["gradients"], exact["gradients"] = joined(slopes, set()), joined(exact_slopes, set())
-    for what, values in found.items():
-        check_finite(values, f"finite numbers: {what}")
-        off = apart(values, exact[what])
-        check(off < 0.05, f"{what} within 0.05 of float32, of its size", f"{off:.3g} apart")
+    (actual, slopes), (exact, exact_slopes) = (mixed(pair, pair.swapped(), name) for name in (half, "float32"))
+    actual["gradients"], exact["gradients"] = joined(slopes, set()), joined(exact_slopes, set())
+    for key, values in actual.items():
+        check_finite(values, f"finite numbers: {key}")
+        off = apart(values, exact[key])
+        check(off < 0.05, f"{key} within 0.05 of float32, of its size", f"{off:.3g} apart")
 
 
 def mixed(pair: Pair, model: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what `model` gives under autocast to the dtype called `name`, and its gradients by the weights' names."""
     mask = torch.ones_like(IDS)
     mask[1, :6] = 0
-    found = {}
+    actual = {}
     # a block for each: until torch 2.6 weights that were cast without a gradient had none in the rest of it
     narrow = partial(torch.autocast, "cpu", getattr(torch, name), enabled=name != "float32")
     with narrow():
-        found["padded"] = pair.logits(model, IDS, attention_mask=mask)[mask.bool()]
+        actual["padded"] = pair.logits(model, IDS, attention_mask=mask)[mask.bool()]
     if pair.cached:
         with narrow(), torch.no_grad():
             cache = cache_in(model(**pair.given(input_ids=IDS[:, :-1]), use_cache=True))
-            found["step"] = model(**pair.given(input_ids=IDS[:, -1:]), **with_cache(model, cache)).logits
+            actual["step"] = model(**pair.given(input_ids=IDS[:, -1:]), **with_cache(model, cache)).logits
     with narrow():
         out = model(**pair.given(input_ids=IDS, labels=IDS), **({"use_cache": False} if pair.cached else {}))
-    found["logits"] = out.logits.detach()
+    actual["logits"] = out.logits.detach()
     out.loss.backward()
-    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return actual, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def joined(gradients: dict[str, Tensor], lost: set[str]) -> Tensor:
@@ -171,8 +171,8 @@ def padding_is_finite_in_float64(pair: Pair) -> None:
     ids, mask = IDS.clone(), torch.ones_like(IDS)
     ids[0, -6:], mask[0, -6:] = 1, 0
     ids[1, :6], mask[1, :6] = 1, 0
-    found = pair.logits(pair.swapped().double(), ids, attention_mask=mask)
+    actual = pair.logits(pair.swapped().double(), ids, attention_mask=mask)
     expected = pair.logits(pair.specimen(), ids, attention_mask=mask)
     if pair.stack != "encoder":
-        found, expected = found[mask.bool()], expected[mask.bool()]
-    check_same(found, expected, pair.noise, "the logits in float32")
+        actual, expected = actual[mask.bool()], expected[mask.bool()]
+    check_same(actual, expected, pair.noise, "the logits in float32")

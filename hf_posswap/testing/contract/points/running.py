@@ -41,13 +41,13 @@ def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any, run: Callab
     return torch.cat(pieces, dim=1)
 
 
-def check_same_texts(texts: Tensor, reference: Tensor, what: str) -> None:
+def check_same_texts(texts: Tensor, reference: Tensor, meaning: str) -> None:
     """Raise unless two generated texts are the same.
 
     Raises:
         BrokenPromiseError: they are not.
     """
-    check(texts.tolist() == reference.tolist(), f"{what}: {reference.tolist()}", texts.tolist())
+    check(texts.tolist() == reference.tolist(), f"{meaning}: {reference.tolist()}", texts.tolist())
 
 
 @point(cached, parameter="kind", values=CACHES, few_values=("static",), of_stock=True)
@@ -60,10 +60,10 @@ def cached_equals_full(pair: Pair, kind: str) -> None:
     full = pair.logits(model, ids)
     for how, sizes in CHUNKS.items():
         cache = pair.cache(kind, model.config)
-        found = piecewise(model, ids, sizes, cache, pair.logits)
-        check_same(found, full, pair.noise, f"in {how} through a {kind} cache, the logits of one forward")
-        own = type(self_attention_cache(cache))
-        check(own in (DynamicCache, StaticCache), "the cache that was given", own.__name__)
+        actual = piecewise(model, ids, sizes, cache, pair.logits)
+        check_same(actual, full, pair.noise, f"in {how} through a {kind} cache, the logits of one forward")
+        cache_class = type(self_attention_cache(cache))
+        check(cache_class in (DynamicCache, StaticCache), "the cache that was given", cache_class.__name__)
 
 
 @point(cached)
@@ -72,8 +72,8 @@ def a_prefix_is_consistent_exactly_where_it_is_promised(pair: Pair) -> None:
     model = pair.specimen()
     ids = words(1, pair.plan.max_length)
     full = pair.logits(model, ids)
-    parts = {length: pair.logits(model, ids[:, :length]) for length in (3, 20, 33, 50) if length < ids.shape[1]}
-    worst = max(gap(full[:, :length], part) for length, part in parts.items())
+    by_length = {length: pair.logits(model, ids[:, :length]) for length in (3, 20, 33, 50) if length < ids.shape[1]}
+    worst = max(gap(full[:, :length], logits_of_length) for length, logits_of_length in by_length.items())
     if pair.plan.cached_equals_full:
         expected = f"the same logits of a prefix alone and in a longer text, up to {NOISE}: the traits promise it"
         check(worst < NOISE, expected, f"they differ by {worst:.3g}")
@@ -106,9 +106,9 @@ def an_encoder_decoder_generates_through_its_cache_what_it_does_without(pair: Pa
     new = pair.consistent_length - 2
     kwargs: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
     # of the mixin: Whisper's own splits sound into segments first
-    found, expected = (GenerationMixin.generate(model, source, use_cache=on, **kwargs) for on in (True, False))
-    check(found.shape == (2, new + 1), f"2 rows of {new + 1} tokens", tuple(found.shape))
-    check_same_texts(found, expected, "the text without a cache")
+    actual, expected = (GenerationMixin.generate(model, source, use_cache=on, **kwargs) for on in (True, False))
+    check(actual.shape == (2, new + 1), f"2 rows of {new + 1} tokens", tuple(actual.shape))
+    check_same_texts(actual, expected, "the text without a cache")
 
 
 @point(lambda pair: pair.stack == "encoder", parameter="beams", values=(1, 3), of_stock=True)

@@ -141,8 +141,8 @@ def bfloat16_checkpoints_keep_their_precision(pair: Pair, tmp_path: Path) -> Non
     if pair.limits.blurred:
         for (_, here), (_, there) in zip(loaded.named_buffers(), model.named_buffers(), strict=True):
             here.data = there.data
-    own = pair.plan.added  # a scheme may keep what it learns in float32
-    dtypes = {p.dtype for name, p in loaded.named_parameters() if name not in own}
+    added = pair.plan.added  # a scheme may keep what it learns in float32
+    dtypes = {p.dtype for name, p in loaded.named_parameters() if name not in added}
     check(dtypes == {torch.bfloat16}, "parameters of the model in bfloat16", dtypes)
     check_same(pair.logits(loaded, ids_for(pair)), expected)
 
@@ -158,7 +158,7 @@ def what_a_scheme_learned_comes_back(pair: Pair, tmp_path: Path, dtype: torch.dt
             if name in pair.plan.added:
                 parameter.add_(torch.randn_like(parameter))
     expected = pair.logits(model, ids_for(pair))
-    check_differs(expected, fresh, what="logits that what is learned changes")
+    check_differs(expected, fresh, meaning="logits that what is learned changes")
     model.save_pretrained(tmp_path)
     for loaded in (hf_posswap.load(tmp_path), stock_auto(pair).from_pretrained(tmp_path)):
         check_same(pair.logits(loaded, ids_for(pair)), expected)

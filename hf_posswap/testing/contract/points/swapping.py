@@ -63,7 +63,7 @@ def the_swap_changes_the_logits_where_it_must(pair: Pair) -> None:
         check_same(after, before, NOISE)
     elif pair.may_act_late and gap(after, before) <= CHANGE:  # nothing within the window: then beyond it
         ids = words(2, min(2 * LONGER, pair.plan.max_length))
-        check_differs(pair.logits(model, ids), pair.logits(pair.native(), ids), what="other logits past the window")
+        check_differs(pair.logits(model, ids), pair.logits(pair.native(), ids), meaning="other logits past the window")
     else:
         check_differs(after, before)
 
@@ -77,12 +77,12 @@ def a_swap_of_one_stack_is_neither_none_nor_that_of_both(pair: Pair) -> None:
         patch_model(model, {pair.stack: pair.plan.schemes[pair.stack]}, max_length=pair.plan.max_length, site=pair.site)
     )
     check(list(plan.schemes) == [pair.stack], f"a swap of the {pair.stack} alone", list(plan.schemes))
-    found = pair.logits(model, IDS)
+    actual = pair.logits(model, IDS)
     for other in (before, whole):
         if pair.identity:
-            check_same(found, other, NOISE)
+            check_same(actual, other, NOISE)
         else:
-            check_differs(found, other)
+            check_differs(actual, other)
     verify_swap(model)
     unpatch_model(model)
     check_same(pair.logits(model, IDS), before)
@@ -178,11 +178,13 @@ def copies_are_whole_and_independent(pair: Pair, way: str) -> None:
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
-    check_same(pair.logits(model, IDS), expected, what="the original's logits, which shares no weights with the copy,")
+    check_same(
+        pair.logits(model, IDS), expected, meaning="the original's logits, which shares no weights with the copy,"
+    )
     twin = _copy(model, way)
     unpatch_model(twin)
-    check_same(pair.logits(twin, IDS), native, what="the unswapped model's logits from the unpatched copy")
-    check_same(pair.logits(model, IDS), expected, what="the original's logits, whose copy alone was unpatched,")
+    check_same(pair.logits(twin, IDS), native, meaning="the unswapped model's logits from the unpatched copy")
+    check_same(pair.logits(model, IDS), expected, meaning="the original's logits, whose copy alone was unpatched,")
     verify_swap(model)
     unpatch_model(model)
     check_same(pair.logits(model, IDS), native)

@@ -33,14 +33,14 @@ def only_differences_of_positions_matter_exactly_where_it_is_promised(pair: Pair
 def without_a_table_any_length_runs(pair: Pair) -> None:
     """Without a position table any length runs, with or without a mask."""
     model, ids = pair.specimen(), words(2, 3 * LONGER)
-    found = pair.logits(model, ids)
-    check_finite(found, f"finite logits of {3 * LONGER} tokens")
+    actual = pair.logits(model, ids)
+    check_finite(actual, f"finite logits of {3 * LONGER} tokens")
     if pair.plan.cached_equals_full and pair.causal:
         start = pair.logits(model, ids[:, :LONGER])
-        check_same(found[:, :LONGER], start, NOISE, f"the logits of the first {LONGER} tokens alone")
+        check_same(actual[:, :LONGER], start, NOISE, f"the logits of the first {LONGER} tokens alone")
     with torch.no_grad():
         again = model(**pair.given(input_ids=ids)).logits  # a mask left out
-    check_same(again, found, NOISE, "the same logits without a mask")
+    check_same(again, actual, NOISE, "the same logits without a mask")
 
 
 @point(lambda pair: pair.tabled)
