@@ -46,7 +46,7 @@ def registered_by(module: str) -> Registered:
     imported = import_module(module).__name__
     now = [registry.names_so_far() for registry in (SCHEMES, TERMS, FAMILIES)]
     new = [there - was for there, was in zip(now, before, strict=True)]
-    families = {held.name for held in _values_in(imported) if isinstance(held, Family)} & now[2]
+    families = {each.name for each in _values_in(imported) if isinstance(each, Family)} & now[2]
     registered = Registered(
         module,
         schemes=tuple(sorted(new[0] | _defined_in(imported, SCHEMES))),

@@ -126,7 +126,7 @@ def unpatching_is_bit_exact(pair: Pair) -> None:
     check(model.config.to_dict() == config, "the same config", model.config.to_dict())
     check(type(model.config) is config_class, f"a {config_class.__name__}", type(model.config).__name__)
     now = [(name, type(module), pre_hooks(module)) for name, module in model.named_modules()]
-    check(now == shapes, "the same modules and hooks", [one for one in now if one not in shapes])
+    check(now == shapes, "the same modules and hooks", [entry for entry in now if entry not in shapes])
     now_frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     check(now_frozen == frozen, f"{sorted(frozen)} frozen", sorted(now_frozen))
     check_same(pair.logits(model, IDS), expected)
