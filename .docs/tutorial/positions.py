@@ -564,7 +564,7 @@ candidates = [
     Candidate(model, "rope", name="rope"),
     Candidate(model, "alibi", name="alibi"),
 ]
-paid = compare_attention(candidates, pictures, tokenizer=tokenizer)
+paid = compare_attention(candidates, pictures, text="python", tokenizer=tokenizer)
 print(*paid.said, sep="\n")
 half = {name: found[128].half for name, found in paid.paid.items()}
 assert half["rope"] > 1.5 * half["learned"] > half["alibi"]
@@ -610,7 +610,7 @@ candidates = [
     Candidate(hf_posswap.load(SHIPPED).eval(), name="learned"),
     Candidate(model, name="rope, trained"),
 ]
-paid = compare_attention(candidates, pictures, tokenizer=tokenizer)
+paid = compare_attention(candidates, pictures, text="python", tokenizer=tokenizer)
 print(*paid.said, sep="\n")
 assert paid.paid["rope, trained"][128].half < 1.5 * half["learned"] < half["rope"]
 Image(paid.path)
