@@ -142,7 +142,7 @@ def _draw(sheet: Sheet, folder: Path, *, dark: bool) -> None:
         return
     models = [Candidate(MODEL, name="learned"), *(Candidate(MODEL, scheme, name=scheme) for scheme in sheet.schemes)]
     with quiet_library():
-        compare_attention(models, folder, limit=2, dark=dark)
+        compare_attention(models, folder, text="python", documents=2, dark=dark)
 
 
 def render() -> str:
