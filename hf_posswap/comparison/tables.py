@@ -185,14 +185,6 @@ def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     return cells
 
 
-def _tasks(ruler: dict[str, Any]) -> str:
-    return ", ".join(f"{length}: {score:.0%}" for length, score in task_scores(ruler).items())
-
-
-def _tasks_kept(rows: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{row['length']}: {kept_text(row)}" for row in rows)
-
-
 def _passkeys_found(passkey: dict[str, Any]) -> str:
     shares = [cell["share"] for cell in passkey["cells"]]
     return f"{sum(shares) / len(shares):.0%}"
@@ -209,8 +201,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("found", "passkey", _passkeys_found),
     ("effective length", "passkey", lambda passkey: str(passkey["effective_length"]["length"] or "no verdict")),
     ("within the window", "short_reg", lambda short: f"{short['loss']['difference']:+.3f}, {short['loss']['verdict']}"),
-    ("tasks", "ruler_lite", _tasks),
-    ("tasks kept", TASKS_KEPT, _tasks_kept),
+    ("tasks", "ruler_lite", lambda ruler: ", ".join(f"{n}: {score:.0%}" for n, score in task_scores(ruler).items())),
+    ("tasks kept", TASKS_KEPT, lambda rows: ", ".join(f"{row['length']}: {kept_text(row)}" for row in rows)),
     ("retrieved", "retrieval", lambda rows: ", ".join(f"{row['length']}: {row['accuracy']:.0%}" for row in rows)),
     ("near the base", "vectors", lambda rows: ", ".join(f"{row['length']}: {row['cosine']:.3f}" for row in rows)),
 )
@@ -221,7 +213,8 @@ _MEANINGS = {
     "found": "Found: share of passkeys.",
     "effective length": "Effective length: in tokens, by passkeys.",
     "tasks": "Tasks: mean score of ruler_lite, by length.",
-    "tasks kept": "Tasks kept: percentage of the baseline's score on the same prompts, and the points lost or gained.",
+    "tasks kept": "Tasks kept: percentage of the baseline's score on the same prompts; in brackets the change of the "
+    "score and its interval over prompts.",
     "within the window": "Within the window: loss minus the baseline's.",
     "near the base": "Near the base: mean cosine of vectors to the base's, which reads only its window.",
     "retrieved": "Retrieved: share of passkey documents, by length.",

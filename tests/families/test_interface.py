@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_posswap import patch_model
 from hf_posswap.families.interfaces.fitting import fitting
+from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model
-from tests.copies import copied
 from tests.families.interface_models import CASES, Case, dress, words
 from tests.stock import RELEASE, cache_in, with_cache
 

@@ -13,8 +13,8 @@ from torch import Tensor
 import hf_posswap
 from hf_posswap import SwapPlan, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model
-from tests.copies import copied
 from tests.families.interface_models import words
 from tests.stock import RELEASE, cache_in, with_cache
 

@@ -15,6 +15,7 @@ import hf_posswap
 from hf_posswap import Alibi, Rope, patch_model, patched, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionRangeError, PosswapError, SwapVerificationError, UnsupportedSwapError
 from hf_posswap.families import locate
+from hf_posswap.testing.contract.models import WAYS, copied
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, turn, without_tables
 from tests.families.single import (
@@ -284,7 +285,10 @@ def test_a_model_that_is_pruned_after_a_swap_is_that_of_its_layers(scheme: str, 
         del each.transformer.h[removed]
         for number, block in enumerate(each.transformer.h):
             block.attn.layer_idx = number
-    assert gap(logits(model, ids), logits(patch_model(pruned_first, scheme, site="attention"), ids)) == 0
+    expected = logits(model, ids)
+    assert gap(expected, logits(patch_model(pruned_first, scheme, site="attention"), ids)) == 0
+    for way in WAYS:
+        assert gap(logits(copied(model, way), ids), expected) == 0
     with pytest.raises(SwapVerificationError, match=r"transformer\.h\.\d\.attn: its layer was removed since"):
         verify_swap(model)
     with pytest.raises(UnsupportedSwapError, match=r"attn of GPT2LMHeadModel was removed after the swap to \w+"):

@@ -7,9 +7,11 @@ deep copy of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.families.modules import owner_of, replace_everywhere
@@ -73,12 +75,27 @@ def restore_attributes(model: nn.Module, path: str, saved: Saved) -> None:
         setattr(model.get_submodule(path), name, value)
 
 
-def keep_hooks(saved: Saved, *handles: Any) -> None:
+@dataclass(frozen=True)
+class _KeptHook:
+    """The handle of a hook; a copy is a handle in the copied model, or does nothing where the module is gone.
+
+    torch cannot copy the handle of a module that no longer exists, such as a layer that was taken out of the model.
+    """
+
+    handle: RemovableHandle | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        is_gone = self.handle is None or self.handle.hooks_dict_ref() is None
+        return _KeptHook, (None if is_gone else self.handle,)
+
+
+def keep_hooks(saved: Saved, *handles: RemovableHandle) -> None:
     """Store the handles of registered hooks."""
-    saved.setdefault("hooks", []).extend(handles)
+    saved.setdefault("hooks", []).extend(map(_KeptHook, handles))
 
 
 def remove_hooks(saved: Saved) -> None:
     """Remove the hooks that `keep_hooks` stored."""
-    for handle in saved.pop("hooks", []):
-        handle.remove()
+    for hook in saved.pop("hooks", []):
+        if hook.handle is not None:
+            hook.handle.remove()

@@ -17,9 +17,9 @@ from transformers import Trainer, TrainingArguments
 import hf_posswap
 from hf_posswap import patch_model, plan_swap, unpatch_model
 from hf_posswap.errors import AlreadyPatchedError, UnsupportedSwapError
+from hf_posswap.testing.contract.models import WAYS, copied
 from hf_posswap.testing.tiny import tiny_model
 from tests.checkpoints.loopback import TOKEN, running
-from tests.copies import WAYS, copied
 from tests.families.vision_models import build
 from tests.patching.apply.test_wrapped import PEFT_ASKS, sentences
 

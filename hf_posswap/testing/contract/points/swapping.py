@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from hf_posswap import patch_model, patched, swap_plan, unpatch_model, verify_sw
 from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.testing.contract.checks import CHANGE, NOISE, check, check_differs, check_same, gap, raises
-from hf_posswap.testing.contract.models import LENGTH
+from hf_posswap.testing.contract.models import LENGTH, WAYS, copied
 from hf_posswap.testing.contract.pairs import LONGER, Pair, words
 from hf_posswap.testing.contract.point import once, point
 
@@ -167,12 +165,12 @@ def parameters_are_counted_as_announced(pair: Pair) -> None:
     check(grown == announced, f"{announced} trainable parameters more", grown)
 
 
-@point(once, parameter="way", values=("deepcopy", "torch.save"), few=True)
+@point(once, parameter="way", values=WAYS, few=True)
 def copies_are_whole_and_independent(pair: Pair, way: str) -> None:
     """A copy of a swapped model is whole, and independent of it."""
     model = pair.swapped()
     expected, native = pair.logits(model, IDS), pair.logits(pair.native(), IDS)
-    twin = _copy(model, way)
+    twin = copied(model, way)
     check_same(pair.logits(twin, IDS), expected)
     check(twin.config.posswap == model.config.posswap, "the same record in the config", twin.config.posswap)
     with torch.no_grad():
@@ -181,19 +179,10 @@ def copies_are_whole_and_independent(pair: Pair, way: str) -> None:
     check_same(
         pair.logits(model, IDS), expected, meaning="the original's logits, which shares no weights with the copy,"
     )
-    twin = _copy(model, way)
+    twin = copied(model, way)
     unpatch_model(twin)
     check_same(pair.logits(twin, IDS), native, meaning="the unswapped model's logits from the unpatched copy")
     check_same(pair.logits(model, IDS), expected, meaning="the original's logits, whose copy alone was unpatched,")
     verify_swap(model)
     unpatch_model(model)
     check_same(pair.logits(model, IDS), native)
-
-
-def _copy(model: Any, way: str) -> Any:
-    if way == "deepcopy":
-        return copy.deepcopy(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)

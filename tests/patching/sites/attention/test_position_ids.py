@@ -22,9 +22,9 @@ from hf_posswap.families.locating import family_of, locate
 from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
 from hf_posswap.schemes import schemes_for
+from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import CHANGE, NOISE, gap
-from tests.copies import copied
 from tests.families.single import words
 from tests.stock import cache_in, with_cache
 
