@@ -183,10 +183,11 @@ class StartHook:
             self._check_carriers(module)
 
     def _check_carriers(self, module: nn.Module) -> None:
+        carriers = tuple(self.carriers)  # first: another thread may be adding more
         hooks = (hook for child in module.modules() for hook in pre_hooks(child) if isinstance(hook, PositionHook))
         present = sum(hook.memos is self.memos for hook in hooks)
-        removed = sum(is_removed(module, path) for path in self.carriers)
-        count = len(self.carriers)
+        removed = sum(is_removed(module, path) for path in carriers)
+        count = len(carriers)
         if present + removed < count:
             raise PosswapError(
                 f"{count - present - removed} of {count} attention modules of {type(module).__name__} that were "
