@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PLUGIN = ("-p", "hf_posswap.testing.contract.plugin", "-p", "no:cacheprovider")
+PLUGIN = ("-p", "posswap", "-p", "no:cacheprovider")  # by its entry point: the package must be installed
 BROKEN = Path(__file__).with_name("broken_child.py")
 
 
