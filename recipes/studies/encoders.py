@@ -11,14 +11,15 @@ on the text truncated to its window, the mean of its vectors of all windows, and
 needs one vector per window.
 
 There are two tasks, at 1, 2, 4 and 8 windows: passkeys in filler, and passages removed from real text (Python's
-held-out text, or --valid). Each document has one question from each eighth of it. The scores are accuracy at 1 and nDCG
-at 10, with 95 % intervals over documents; a document's score is the mean over seeds, and differences are paired.
+held-out text, or --valid). Each document has one question from each eighth of it. The scores are recall at 1 and 10 and
+nDCG at 10, with 95 % intervals over documents; a document's score is the mean over seeds, and differences are paired.
 
 The same command resumes an interrupted run, and trains and reads only what changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,12 +124,14 @@ def main(
     train: Annotated[list[str] | None, typer.Option(help="As data.sources[].path; Python's own otherwise.")] = None,
     valid: Annotated[list[Path] | None, typer.Option(help="Texts to find; Python's own otherwise.")] = None,
     pooling: Annotated[str, typer.Option(help="Of the base: mean, cls or last.")] = "mean",
+    documents: Annotated[int | None, typer.Option(min=2, max=35, help="Of each task; otherwise by size.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Ways to measure, by name; otherwise all.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the distillation.")] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
 ) -> None:
     """Distil, read long texts by every method, and report retrieval scores."""
     sizes, pooled = _named("size", size, SIZES), _named("pooling", pooling, POOLINGS)
+    sizes = dataclasses.replace(sizes, documents=documents or sizes.documents)
     if sizes.device == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"--size {size} reads on a GPU, and torch finds none here: use --size cpu.")
     ways = _ways(only)

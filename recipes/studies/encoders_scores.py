@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_posswap.evaluation import paired_change, ratio_interval
-from recipes.studies.long_texts import Task, gains
+from recipes.studies.long_texts import NEAREST, Task, gains
 
 CUT, MEAN = "cut at the window", "mean of windows"
 INTERPOLATED, ROPE, NTK = "table, interpolated", "rope, distilled", "rope, distilled, by ntk"
@@ -57,9 +57,11 @@ def cells_of(
             "questions": len(first_seed.task.questions),
             "accuracy": _with_interval(_accuracy(of_seeds)),
             "by_document": _accuracy(of_seeds).tolist(),
+            "recall": _with_interval(_by_document(of_seeds, lambda result: result.ranks <= NEAREST)),
             "ndcg": _with_interval(_by_document(of_seeds, lambda result: gains(result.ranks))),
             "inside": _where(of_seeds, window, beyond=False),
             "beyond": _where(of_seeds, window, beyond=True),
+            "by_part": _by_part(of_seeds),
             "less_cut": _change(_accuracy([one_cut]), _accuracy(of_seeds)),
             "less_mean": _change(_accuracy([one_mean]), _accuracy(of_seeds)),
             "by_seed": [float((result.ranks == 1).mean()) for result in of_seeds],
@@ -110,6 +112,12 @@ def _by_document(seeds: Sequence[TaskResult], score: Callable[[TaskResult], np.n
     """Return the mean score of each document over its questions and over seeds, [N]."""
     scores = np.mean([score(result) for result in seeds], axis=0)  # [Q]
     return np.asarray(scores.reshape(len(seeds[0].task.documents), -1).mean(axis=1))
+
+
+def _by_part(seeds: Sequence[TaskResult]) -> list[float]:
+    """Return the accuracy on the questions of each equal part of the documents, first part first."""
+    right = np.mean([result.ranks == 1 for result in seeds], axis=0)  # [Q]
+    return [float(share) for share in right.reshape(len(seeds[0].task.documents), -1).mean(axis=0)]
 
 
 def _where(seeds: Sequence[TaskResult], window: int, *, beyond: bool) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 from hf_posswap.utils.format import interval_text
 from recipes.studies.measuring import intervals_said
 
+_ENDS = ("beyond", "recall@10", "nDCG@10", "less cutting", "less the mean")
 _TASKS = {
     "passkey": "Passkeys: filler that is the same in all documents, and eight names with their keys",
     "passage": "Passages: real text, of which eight passages were taken out",
@@ -26,7 +27,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"trained. torch {installed['torch']}, transformers {installed['transformers']}, size "
         f"{result['size']}. Differences are paired. {intervals_said(result)}",
         "",
-        "- Accuracy: the share of questions whose document is the nearest by cosine. nDCG at 10 uses the same ranks.",
+        "- Recall@1, the first columns: the share of questions whose document is the nearest by cosine; recall@10 and "
+        "nDCG@10 use the same ranks.",
         "- Beyond: the accuracy on questions whose answer is beyond the first window, at the longest length.",
         f"- Real text: {texts['source']}; {texts['said']}.",
         "",
@@ -74,12 +76,12 @@ def _sorted_ways(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
 def _task(task: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     first = [cell for cell in rows[0]["cells"] if cell["task"] == task]
     longest = first[-1]
-    head = ["way", *(f"{cell['length']:,}" for cell in first), "beyond", "nDCG at 10", "less cutting", "less the mean"]
+    head = ["way", *(f"{cell['length']:,}" for cell in first), *_ENDS]
     lines = [
         f"## {_TASKS[task]}",
         "",
         f"{longest['documents']} documents and {longest['questions']} questions of each length; chance is "
-        f"{1 / longest['documents']:.0%}. The last four columns are of {longest['length']:,} tokens.",
+        f"{1 / longest['documents']:.0%}. The last five columns are of {longest['length']:,} tokens.",
         "",
         _line(head),
         _line(["---"] * len(head)),
@@ -89,10 +91,27 @@ def _task(task: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         last = cells[-1]
         shown = [_share(cell["accuracy"]) for cell in cells]
         beyond = "–" if last["beyond"] is None else f"{last['beyond']:.0%}"
-        ends = [f"{last['ndcg']['mean']:.2f}", _change(last["less_cut"]), _change(last["less_mean"])]
-        lines.append(_line([row["way"], *shown, beyond, *ends]))
+        ends = [f"{last['recall']['mean']:.0%}", f"{last['ndcg']['mean']:.2f}"]
+        changes = [_change(last["less_cut"]), _change(last["less_mean"])]
+        lines.append(_line([row["way"], *shown, beyond, *ends, *changes]))
     near = [f"{row['way']} {row['near']:.3f}" for row in rows if row["near"] is not None]
+    lines += ["", *_parts(task, rows, longest)]
     return [*lines, "", f"Cosine to the base's vectors at one window, both tasks: {', '.join(near)}."]
+
+
+def _parts(task: str, rows: Sequence[dict[str, Any]], longest: dict[str, Any]) -> list[str]:
+    """Return recall@1 by the place of the answer in the longest documents, as a table."""
+    parts = len(longest["by_part"])
+    lines = [
+        f"By the place of the answer in {longest['length']:,} tokens, {longest['documents']} questions in each part:",
+        "",
+        _line(["way", *(f"part {i + 1} of {parts}" for i in range(parts))]),
+        _line(["---"] * (parts + 1)),
+    ]
+    for row in rows:
+        last = [cell for cell in row["cells"] if cell["task"] == task][-1]
+        lines.append(_line([row["way"], *(f"{share:.0%}" for share in last["by_part"])]))
+    return lines
 
 
 def _share(accuracy: dict[str, float | None]) -> str:

@@ -116,6 +116,8 @@ def test_cells_are_means_over_seeds_and_differences_by_document() -> None:
     assert cell["by_seed"] == [3 / 4, 3 / 4]
     assert (cell["inside"], cell["beyond"]) == (1.0, 0.5)
     assert cell["ndcg"]["mean"] == pytest.approx((6 + 0.5) / 8)
+    assert cell["recall"]["mean"] == 7 / 8
+    assert cell["by_part"] == [1.0, 0.5]
     assert cell["less_cut"]["difference"] == pytest.approx(0.25)
     assert cell["less_mean"]["difference"] == pytest.approx(0.75)
 
