@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as Decoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.contract.models import LENGTH, VOCABULARY, build
 
@@ -32,6 +36,15 @@ FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 5, "head_dim": 16}),
 }
 """By name, the class of the model and of its config, and fields of the config."""
+
+
+def letters() -> transformers.PreTrainedTokenizerFast:
+    """Return a byte-level BPE of few tokens, which a tiny model has room for."""
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
+    tokenizer = Tokenizer(BPE(words, [("a", "b")]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = Decoder()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 def tiny(name: str, **changes: Any) -> Any:

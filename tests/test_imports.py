@@ -278,10 +278,10 @@ def test_an_eager_import_is_told_from_a_late_one(tmp_path: Path) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    names = "train plot lm-eval sentences fused gguf onnx vllm serving-tests axolotl testing".split()
+    names = "train plot lm-eval sentences fused gguf onnx vllm axolotl testing".split()
     lines = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[^\w-]", line)[0] for line in lines}
-    homes = {"llama_cpp": ["llama-cpp-python"]} | packages_distributions()  # .ci/serving alone installs it
+    homes = packages_distributions()
     used = {found.target.partition(".")[0] for found in imports_of(ROOT / "hf_posswap")}
     outside = used - set(sys.stdlib_module_names) - {"hf_posswap"}
     # what runs on a GPU alone is not installed here: it goes by its name

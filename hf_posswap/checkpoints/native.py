@@ -36,6 +36,7 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.training import training_of
+from hf_posswap.schemes import Alibi
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.threads import PROCESS
 
@@ -154,7 +155,7 @@ def convert(model: Any, target: str | None = None) -> Native:
 def _refusal(model: Any, plan: SwapPlan, reasons: list[tuple[str, str]]) -> str:
     near = [(name, why) for name, why in reasons if not why.startswith("its sources are")] or reasons
     reasons_text = "; ".join(f"{name}: {why}" for name, why in near)
-    alibi = f" {_NO_ALIBI}" if plan.scheme.name == "alibi" and model.config.model_type in SOURCES else ""
+    alibi = f" {_NO_ALIBI}" if isinstance(plan.scheme, Alibi) and model.config.model_type in SOURCES else ""
     name = type(model).__name__
     return f"no stock class computes {name} with {plan.scheme} exactly. {reasons_text}.{alibi} {_WHAT_WORKS}"
 

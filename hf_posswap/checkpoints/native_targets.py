@@ -38,6 +38,7 @@ from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.patching.record.record import native_config, without_record
 from hf_posswap.rope_layout import permute_rows
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import NoPE, RotaryScheme, T5Bias
 from hf_posswap.schemes.layered import Layered
 
@@ -311,7 +312,9 @@ def roformer(model: Any, plan: SwapPlan) -> Blueprint:
         UnsupportedSwapError: it would not be exact, with the reason.
     """
     scheme, geometry = rotary_scheme(plan), plan.sites.geometry
-    if scheme.name != "rope" or scheme.base != 10000.0 or scheme.rotary_dim(geometry) != geometry.head_dim:
+    inv_freq = scheme.angles(geometry).inv_freq
+    plain = default_inv_freq(10000.0, geometry.head_dim)
+    if scheme.attention_scaling(geometry) != 1.0 or inv_freq.tolist() != plain.tolist():
         refuse("it computes only plain rope with base 10000 and full width")
     code = importlib.import_module("transformers.models.roformer.modeling_roformer")
     if geometry.causal and not masks_the_future(code):

@@ -5,11 +5,13 @@
     python -m recipes.studies.real_model beyond ... --length 32768 --train more-books/ --tokens 1048576
     python -m recipes.studies.real_model tasks ... --train more-books/
     python -m recipes.studies.real_model within ... --train more-books/
+    python -m recipes.studies.real_model served ...
 
 `beyond`: the loss by position on whole books, read by the base as it is, by the base in half-overlapping windows of its
 length, by each swap, and, with --train, by swaps and a control trained on the same tokens. `tasks`: the same readers on
 retrieval tasks by length, and on the choice of a passage's continuation. `within`: other mechanisms, taught by the base
 on windows far shorter than its own: the loss above the base's before training and after each number of tokens.
+`served`: GGUF files of swaps, continued by llama.cpp after texts longer than the window, beside `generate`.
 
 A unit is one document read in one way, or one task. Each is written when it is measured, so the same command goes on
 after an interruption, on another machine too; several may work on one folder at once.
@@ -18,6 +20,8 @@ after an interruption, on another machine too; several may work on one folder at
 from __future__ import annotations
 
 import functools
+import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +35,8 @@ import typer
 from filelock import FileLock
 
 import hf_posswap
+from hf_posswap.checkpoints.exports.gguf_file import run_llamacpp
+from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.cli.outcome import script
 from hf_posswap.comparison import EvalDocuments, read_documents
 from hf_posswap.comparison.candidates import fingerprint
@@ -121,6 +127,10 @@ MECHANISMS = (
     Reader("rnope", "rnope", {"every": 4}, recipe="distill", settings=_TAUGHT),
     Reader("p_rope, partial 0.75", "p_rope", {"p": 0.75, "partial": 0.75}, recipe="distill", settings=_TAUGHT),
 )
+
+SERVED = (Reader("yarn", "yarn", scaled=True), Reader("p_rope 0.5", "p_rope", {"p": 0.5}))
+FILES = ("f16", "q8_0")
+"""Types of the weights in the GGUF files."""
 
 Base = Annotated[Path, typer.Option(help="A folder or .gguf of a causal model with RoPE.")]
 Valid = Annotated[list[Path], typer.Option(help="Texts to read; each document at least the length.")]
@@ -515,7 +525,64 @@ def _best_rate(setting: Setting, reader: Reader, tokens: int, step: int, rates: 
     return min(losses, key=lambda rate: losses[rate])
 
 
-app = script(beyond, tasks, within)
+def served(
+    context: typer.Context,
+    base: Base,
+    valid: Valid,
+    out: Out,
+    length: Annotated[int, typer.Option(help="Tokens of each text that is continued.")] = 12288,
+    documents: Documents = 2,
+    new: Annotated[int, typer.Option(help="Tokens that continue it.")] = 32,
+    only: Only = None,
+    threads: Threads = 1,
+) -> None:
+    """Export swaps to GGUF files, and have llama.cpp continue long texts as `generate` does."""
+    setting = _opened(
+        base, valid, length, documents, placed=("cpu", "float32", threads), train=None, train_documents=0, work=None
+    )
+    head = setting.head("served", context) | {"length": length, "new": new}
+    results = Results(out / "served.json", head, ("model", "length", "new"))
+    longest = setting.window * math.ceil((length + new) / setting.window)
+    for reader in setting.wanted(SERVED, only):
+        with _reading(setting, reader, longest, 0), tempfile.TemporaryDirectory() as folder:
+            _serve(results, setting, reader, Path(folder), new)
+    typer.echo(markdown(head | {"units": results.units}))
+
+
+def _serve(results: Results, setting: Setting, reader: Reader, folder: Path, new: int) -> None:
+    """Export the swapped model, and have llama.cpp continue each document."""
+    hf_posswap.save(setting.model, folder / "swapped", tokenizer=setting.tokenizer)
+    generated = functools.cache(functools.partial(_generated, setting, new))
+    for weights in FILES:
+        file = folder / f"{weights}.gguf"
+        export(folder / "swapped", "llamacpp", file, dtype=weights)
+        for number, digest in enumerate(setting.texts.digests):
+            named = {"swap": reader.name, "weights": weights, "document": digest}
+            results.add(named, functools.partial(_continued, file, generated, number, new))
+
+
+def _generated(setting: Setting, new: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a text with the `new` tokens of `generate` [L + new], and the logits before each of them [new, V]."""
+    ids = torch.from_numpy(setting.texts.tokens[number].astype(np.int64))[None]
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    made = setting.model.generate(ids, **options, output_logits=True, return_dict_in_generate=True)
+    return made.sequences[0], torch.stack([logits[0] for logits in made.logits])
+
+
+def _continued(file: Path, generated: Callable[[int], Any], number: int, new: int) -> dict[str, Any]:
+    """Return how many of the last `new` tokens llama.cpp takes, too, and how far its log probabilities are apart.
+
+    It sees the same text before each: as long as it takes the same, it would generate the same.
+    """
+    ids, logits = generated(number)
+    tokens, found = run_llamacpp(file, ids, range(len(ids) - new, len(ids)), len(ids) + 1)
+    same = tokens[:, 0] == ids[-new:]
+    apart = (found - logits.double().log_softmax(-1).gather(1, tokens)).abs()
+    begun = new if same.all() else int((~same).int().argmax())
+    return {"same": int(same.sum()), "begun": begun, "apart": float(apart.mean()), "most": float(apart[:, 0].max())}
+
+
+app = script(beyond, tasks, within, served)
 
 if __name__ == "__main__":
     app()

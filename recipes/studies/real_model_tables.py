@@ -21,12 +21,13 @@ Units = Sequence[Mapping[str, Any]]
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the results of one of the three studies as Markdown."""
-    tables = {"beyond": _beyond, "tasks": _tasks, "within": _within}
+    """Return the results of one of the studies as Markdown."""
+    tables = {"beyond": _beyond, "tasks": _tasks, "within": _within, "served": _served}
     title = {
         "beyond": "beyond its window",
         "tasks": "asked for what stands far back",
         "within": "with other mechanisms, in its window",
+        "served": "swapped, and served by llama.cpp",
     }[result["study"]]
     model, units = result["model"], result["units"]
     lines = [
@@ -157,6 +158,23 @@ def _within(result: Mapping[str, Any], units: Units) -> list[str]:
         kept = math.exp(old.mean() - new.mean())
         cells = [name, f"{tokens:,}", rate, dtype, str(len(both)), f"{new.mean():.4f}", _change(old, new, ".4f")]
         lines.append(_row([*cells, f"{kept:.1%}", *(_percent(scores.get(key, {}).get(task)) for task in tasks)]))
+    return lines
+
+
+def _served(result: Mapping[str, Any], units: Units) -> list[str]:
+    """Return how llama.cpp continues long texts, by swap, type of weights and document."""
+    lines = [
+        f"Texts of {result['length']:,} tokens of {result['texts']}, continued by {result['new']} tokens: by "
+        "`generate` in float32, and by llama.cpp with the GGUF file, its cache in float32. Both see the same text "
+        "before each token. Apart, in nats: the thousand most probable tokens on average, and the most probable ones "
+        "at most.",
+        "",
+        *_head(["swap", "weights", "document", "same tokens", "same from the start", "apart", "at most"]),
+    ]
+    for unit in units:
+        counts = [f"{unit[key]} of {result['new']}" for key in ("same", "begun")]
+        apart = [f"{unit[key]:.4f}" for key in ("apart", "most")]
+        lines.append(_row([unit["swap"], unit["weights"], unit["document"][:8], *counts, *apart]))
     return lines
 
 

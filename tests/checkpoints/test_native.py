@@ -67,6 +67,13 @@ EXACT: dict[str, tuple[str, str, dict[str, Any], str | None, str]] = {
     "roberta rope": ("roberta", "rope", {"max_length": LONG}, None, "JinaEmbeddingsV3ForMaskedLM"),
     "bert roformer": ("bert", "rope", {"max_length": LONG}, "roformer", "RoFormerForMaskedLM"),
     "roberta roformer": ("roberta", "rope", {"max_length": LONG}, "roformer", "RoFormerForMaskedLM"),
+    "bert roformer by its angles": (
+        "bert",
+        "linear",
+        {"factor": 1.0, "original_length": LONG, "max_length": LONG},
+        "roformer",
+        "RoFormerForMaskedLM",
+    ),
     "bert decoder": ("bert (is_decoder)", "rope", {"max_length": LONG}, None, "RoFormerForCausalLM"),
     "roberta t5": ("roberta", "t5", {"init_std": 1.0, "max_length": 400}, None, "MPNetForMaskedLM"),
     "roberta t5 begun anew": (
@@ -276,6 +283,14 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str | None, s
         {},
         None,
         "rotates all dimensions .*RoPE|rotates all dimensions",
+    ),
+    "roformer with a factor": (
+        "bert",
+        "linear",
+        {"factor": 2.0, "original_length": 64},
+        {},
+        "roformer",
+        "only plain rope with base 10000",
     ),
     "other base": ("bert", "rope", {"base": 500.0}, {}, "roformer", "only plain rope with base 10000"),
     "t5 with types": ("bert", "t5", {}, {}, None, "mpnet: it has no token types"),

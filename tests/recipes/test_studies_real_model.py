@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.models import BPE
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -22,9 +23,11 @@ WINDOW, LENGTH = 2048, 3072
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
 
 
-def base_in(folder: Path, seed: int = 0) -> Path:
+def base_in(folder: Path, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
-    config = LlamaConfig(**SHAPE, vocab_size=300, max_position_embeddings=WINDOW, bos_token_id=0, eos_token_id=0)
+    config = LlamaConfig(
+        **SHAPE | changes, vocab_size=300, max_position_embeddings=WINDOW, bos_token_id=0, eos_token_id=0
+    )
     return hf_posswap.save(LlamaForCausalLM(config).eval(), folder, tokenizer=byte_tokenizer())
 
 
@@ -128,6 +131,25 @@ def test_tasks_are_the_models_answers(tmp_path: Path) -> None:
     assert {len(unit["scores"]) for unit in units if unit["task"] != "continuation"} == {2}
     assert len(next(unit for unit in units if unit["task"] == "continuation")["scores"]) == 9 * 8
     assert "| self_extend | " in (out / "tasks.md").read_text()
+
+
+def test_llamacpp_continues_exported_swaps_as_generate_does(tmp_path: Path) -> None:
+    base = hf_posswap.load(base_in(tmp_path / "base", hidden_size=64, intermediate_size=32))
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.model = BPE({**tokenizer.get_vocab(), "12": 257}, [("1", "2")])
+    hf_posswap.save(base, tmp_path / "base", tokenizer=tokenizer, overwrite=True)
+    texts_in(tmp_path / "texts")
+    given = ("--base", tmp_path / "base", "--valid", tmp_path / "texts", "--out", tmp_path / "out", "--only", "yarn")
+    asked = ["served", *map(str, given), "--length", "1500", "--documents", "2", "--new", "4"]
+    for _ in range(2):  # the second time, nothing is left to do
+        result = CliRunner().invoke(real_model.app, asked)
+        assert result.exit_code == 0, result.output
+    units = json.loads((tmp_path / "out" / "served.json").read_text())["units"]
+    assert [unit["weights"] for unit in units] == ["f16", "f16", "q8_0", "q8_0"]
+    assert [unit["begun"] for unit in units[:2]] == [4, 4]
+    assert all(unit["apart"] < 0.02 for unit in units[:2])
+    assert all(unit["apart"] < 0.2 for unit in units)
+    assert "| yarn | f16 | " in (tmp_path / "out" / "served.md").read_text()
 
 
 def test_the_likeliest_of_four_continuations_is_chosen() -> None:

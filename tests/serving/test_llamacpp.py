@@ -1,12 +1,12 @@
 """What the table says of llama.cpp, by llama.cpp: each row that is "run by a test", on the outputs of the file written.
 
-`.ci/serving` installs llama-cpp-python. A version other than the table's fails `test_the_version_is_that_of_the_table`.
+A version of xllamacpp other than the table's fails `test_the_version_is_that_of_the_table`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from importlib.util import find_spec
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,10 @@ from hf_posswap.checkpoints.exports.rules import CLAIMS, claim_for
 from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import SwapVerificationError
 from tests.contract.models import LENGTH, VOCABULARY, build
-from tests.gguf_models import tiny
+from tests.gguf_models import letters, tiny
 from tests.serving.seen import Record, Seen, swap_words
+from tests.serving.test_llamacpp_http import reply, server
 
-pytestmark = pytest.mark.skipif(
-    find_spec("llama_cpp") is None,
-    reason="llama-cpp-python is not installed, so no claim about it is tested: run .ci/serving",
-)
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 NEW = 8  # tokens that are generated
 BOUND = 1e-3  # nats; float32 on both sides
@@ -98,6 +95,7 @@ def saved(folder: Path, case: str) -> Path:
     if scheme is not None:
         patch_model(model, scheme, **options)
     hf_posswap.save(model, folder)
+    letters().save_pretrained(folder)
     return folder
 
 
@@ -118,17 +116,23 @@ def compared(folder: Path, path: Path, length: int) -> tuple[float, int]:
         ids = model.generate(begun, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()  # "dynamic" remembers long texts
         expected = model(ids).logits[0].double().log_softmax(-1)
-    found = run_llamacpp(path, ids[0], length).double().log_softmax(-1)
+    tokens, found = run_llamacpp(path, ids[0], range(1, length), length)
+    assert tokens.shape == (length - 1, model.config.vocab_size)
     assert found.isfinite().all()
-    same = found[-NEW - 1 : -1].argmax(-1) == ids[0, -NEW:]
-    return float((found - expected).abs().max()), int(same.sum())
+    same = tokens[-NEW:, 0] == ids[0, -NEW:]
+    return float((found - expected[:-1].gather(1, tokens)).abs().max()), int(same.sum())
 
 
 def apart(folder: Path, path: Path, length: int) -> float:
     return compared(folder, path, length)[0]
 
 
-@pytest.mark.parametrize("case", list(CASES))
+def shared(cases: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Return cases for parametrize, all but the `fast` ones marked slow."""
+    return [pytest.param(case, marks=() if case in fast else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", shared(CASES, ("yarn, beta 16", "p_rope", "gpt2", "gemma3 yarn")))
 def test_the_file_computes_what_transformers_does(case: str, tmp_path: Path, record_property: Record) -> None:
     folder = saved(tmp_path / "x", case)
     made = export(folder, "llamacpp", tmp_path / "m.gguf")
@@ -159,18 +163,26 @@ def test_every_row_that_says_so_is_tested(tmp_path: Path) -> None:
 
 
 def test_the_version_is_that_of_the_table() -> None:
-    assert f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}" == LLAMACPP_ENGINE
+    assert f"xllamacpp {importlib.metadata.version('xllamacpp')}" == LLAMACPP_ENGINE
 
 
-@pytest.mark.parametrize(("case", "length"), [("longrope", LENGTH), ("phi3 longrope", LENGTH), ("dynamic", 4 * LENGTH)])
-def test_where_it_is_said_to_differ_it_does(case: str, length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["longrope", "phi3 longrope"])
+def test_where_it_is_said_to_differ_it_does(case: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", case)
     export(folder, "llamacpp", tmp_path / "m.gguf")
     assert row_of(folder).verdict == "approximate"
-    assert apart(folder, tmp_path / "m.gguf", length) > WRONG
+    assert apart(folder, tmp_path / "m.gguf", LENGTH) > WRONG
 
 
-@pytest.mark.parametrize("case", ["yarn, beta 16", "angles", "p_rope", "nope", "llama3, qwen2", "phi3 llama3"])
+def test_beyond_the_length_that_is_exact_the_server_refuses_a_dynamic_rope(tmp_path: Path) -> None:
+    export(saved(tmp_path / "x", "dynamic"), "llamacpp", tmp_path / "m.gguf")
+    with pytest.raises(SwapVerificationError, match=rf"request \({LENGTH} tokens\) exceeds the available context size"):
+        run_llamacpp(tmp_path / "m.gguf", torch.arange(LENGTH), [LENGTH], 4 * LENGTH)
+
+
+@pytest.mark.parametrize(
+    "case", shared(("yarn, beta 16", "angles", "p_rope", "nope", "llama3, qwen2", "phi3 llama3"), ("angles",))
+)
 def test_without_its_divisors_the_file_is_wrong(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "x", case)
     monkeypatch.setattr("hf_posswap.checkpoints.exports.gguf_file.divisors", lambda *_: {})
@@ -181,8 +193,8 @@ def test_without_its_divisors_the_file_is_wrong(case: str, tmp_path: Path, monke
 
 def test_a_broken_file_ends_no_process_of_ours(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF and nothing else")
-    with pytest.raises(SwapVerificationError, match=r"llama.cpp cannot run m.gguf \(exit 1\): the file does not load"):
-        run_llamacpp(tmp_path / "m.gguf", torch.arange(5), 5)
+    with pytest.raises(SwapVerificationError, match=r"cannot run m.gguf \(exit 1\): .* this GGUF file is version"):
+        run_llamacpp(tmp_path / "m.gguf", torch.arange(5), [5], 5)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "F16"), (torch.bfloat16, "BF16")])
@@ -195,7 +207,9 @@ def test_weights_of_16_bits_stay_so(dtype: torch.dtype, kind: str, tmp_path: Pat
     assert made.notes["compared"].startswith("llama.cpp gives the model's")
 
 
-@pytest.mark.parametrize("case", ["llama", "yarn", "gpt2", "qwen3 ntk", "qwen3_moe", "gemma3 linear", "phi3 llama3"])
+@pytest.mark.parametrize(
+    "case", shared(("llama", "yarn", "gpt2", "qwen3 ntk", "qwen3_moe", "gemma3 linear", "phi3 llama3"), ("yarn",))
+)
 def test_weights_of_8_bits_are_those_of_the_model_that_was_rounded(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +229,6 @@ def _unscaled(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_gpt2s_tokenizer_goes_along(tmp_path: Path) -> None:
-    import llama_cpp
     from tokenizers import ByteLevelBPETokenizer
 
     text = ["The quick brown fox doesn't jump over 12345 lazy dogs.\n\n  Ünïcödé, 数字 and tabs\there"] * 3
@@ -227,7 +240,8 @@ def test_gpt2s_tokenizer_goes_along(tmp_path: Path) -> None:
     fast.save_pretrained(tmp_path / "x")
     made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
     assert made.notes["vocabulary"].startswith("byte-level BPE")
-    opened = llama_cpp.Llama(str(made.folder), vocab_only=True, verbose=False)
-    for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o'clock", "a<tool>dogs<tool>"]:
-        assert opened.tokenize(words.encode(), add_bos=False, special=True) == fast(words)["input_ids"]
-    assert opened.token_eos() == fast.eos_token_id
+    with server(made.folder) as address:
+        for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o'clock", "a<tool>dogs<tool>"]:
+            asked = {"content": words, "add_special": False, "parse_special": True}
+            assert reply(f"{address}/tokenize", asked)["tokens"] == fast(words)["input_ids"]
+        assert reply(f"{address}/props")["eos_token"] == "<|endoftext|>"

@@ -1,7 +1,7 @@
 """What the table says of llama.cpp's converter, by the converter: convert_hf_to_gguf.py of the release that is tested.
 
-It is no part of the package llama-cpp-python, but of its sdist: POSSWAP_LLAMACPP_SOURCE is the folder in it that has
-llama.cpp. `.ci/serving` sets it.
+It is part of the sdist of llama-cpp-python: POSSWAP_LLAMACPP_SOURCE is the folder in it that has llama.cpp.
+`.ci/serving` sets it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.serving.test_llamacpp import BOUND, GELU_BOUND, WRONG, apart, row_of
 
 SOURCE = os.environ.get("POSSWAP_LLAMACPP_SOURCE", "")
 pytestmark = pytest.mark.skipif(
-    find_spec("llama_cpp") is None or not SOURCE,
+    not SOURCE,
     reason="llama.cpp's converter is not there, so no claim about it is tested: run .ci/serving",
 )
 Case = tuple[str, str | None, dict[str, Any]]
@@ -123,5 +122,5 @@ def test_it_refuses_what_llamacpp_would_run_unswapped(case: str, tmp_path: Path)
     assert run.returncode != 0
     assert STOPPED[case][1] in run.stdout + run.stderr
     if (tmp_path / "m.gguf").exists():  # begun, and left behind
-        with pytest.raises(SwapVerificationError, match="does not load"):
-            run_llamacpp(tmp_path / "m.gguf", torch.arange(5), 5)
+        with pytest.raises(SwapVerificationError, match="llama.cpp cannot run m.gguf"):
+            run_llamacpp(tmp_path / "m.gguf", torch.arange(5), [5], 5)

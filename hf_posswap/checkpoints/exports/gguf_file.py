@@ -1,7 +1,7 @@
 """Write a model as a GGUF file with all its positions, and compare it with the model where llama.cpp is installed.
 
 The vocabulary comes from a byte-level BPE, from another GGUF file, or is left out. llama.cpp runs the file in a
-separate process, because it exits on a file that it refuses.
+separate process, because it can exit on a file that it refuses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,9 @@ _MORE = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_s
 _STRICTER = ("lstrip", "rstrip", "single_word")
 """Settings of an added token that strip spaces or match whole words: llama.cpp ignores them."""
 MOST = 512
-"""Tokens that are compared, at most."""
+"""Tokens of the text that is compared, at most."""
+_COMPARED = 8
+"""How many beginnings of that text llama.cpp continues."""
 BOUNDS = {"F32": 1e-3, "F16": 5e-2, "BF16": 4e-1, "Q8_0": 1.2e-1}
 """How far log probabilities may be apart, in nats, by the coarsest number that llama.cpp computes with: at most, and
 for Q8_0 on average. With weights of 8 bits it rounds activations to 8 bits as well, and single tokens are far apart."""
@@ -65,7 +69,7 @@ class GGUFFile:
     Attributes:
         weights: type of its matrices: F32, F16, BF16 or Q8_0; and which ones are of another, as a sentence.
         vocabulary: which one, as a sentence.
-        compared: how near llama.cpp's outputs are to the model's, as a sentence; or that llama-cpp-python is missing.
+        compared: how near llama.cpp's outputs are to the model's, as a sentence; or that xllamacpp is missing.
     """
 
     weights: str
@@ -78,7 +82,7 @@ def write_gguf(
 ) -> GGUFFile:
     """Write the stock checkpoint in `source` to the GGUF file `out`, whole or not at all.
 
-    Where llama-cpp-python is installed, llama.cpp runs the file before it is put in place.
+    Where xllamacpp is installed, llama.cpp runs the file before it is put in place.
 
     Args:
         source: a folder.
@@ -108,11 +112,15 @@ def write_gguf(
     if weight_type is None:
         raise CheckpointError(f"{source} holds weights of type {model.dtype}: give --dtype f32, f16, bf16 or q8_0.")
     weights = _weights_sentence(contents, weight_type, source)
-    with replacing(out) as temporary:
-        vocabulary = _write(temporary, model.config, contents, position_config, weight_type, source, vocab)
-        compared = ran_alike(
-            model, temporary, position_config, "F16" if contents.loose and weight_type == "F32" else weight_type
-        )
+    coarsest = "F16" if contents.loose and weight_type == "F32" else weight_type
+    size = model.config.vocab_size
+    write = partial(_write, model.config, contents, position_config, weight_type, source)
+    with replacing(out) as temporary, scratch_folder() as folder:
+        vocabulary = write(temporary, lambda writer: add_vocabulary(writer, source, size, vocab))
+        runs = temporary
+        if vocabulary.startswith("none"):
+            write(runs := folder / out.name, lambda writer: _add_numbers(writer, size))
+        compared = ran_alike(model, runs, position_config, coarsest)
     return GGUFFile(weights, vocabulary, compared)
 
 
@@ -174,15 +182,15 @@ def _weights_sentence(contents: Contents, weight_type: str, source: Path) -> str
 
 
 def _write(
-    path: Path,
     config: Any,
     contents: Contents,
     position_config: PositionConfig,
     weight_type: str,
     source: Path,
-    vocab: Path | None,
+    path: Path,
+    add_tokens: Callable[[Any], str],
 ) -> str:
-    """Write the file, and return a sentence about its vocabulary."""
+    """Write the file, and return the sentence of `add_tokens` about its vocabulary."""
     import gguf
 
     writer = gguf.GGUFWriter(path, contents.architecture)
@@ -197,7 +205,7 @@ def _write(
         metadata = gguf_metadata(position_config, width)
         for key, value in ({f"{name}.{key}": value for key, value in contents.keys.items()} | metadata).items():
             _add(writer, key, value)
-        vocabulary = add_vocabulary(writer, source, config.vocab_size, vocab)
+        vocabulary = add_tokens(writer)
         architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
         names = gguf.get_tensor_name_map(architecture, contents.keys["block_count"])
         for old, weight in contents.weights.items():
@@ -278,6 +286,16 @@ def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> 
     _add_byte_level(writer, tokenizer, chosen, source, size)
     normalizer = " (llama.cpp does not compose letters, NFC, as this tokenizer does)" if _composes(tokenizer) else ""
     return f"byte-level BPE with the splits of {chosen.names[0]}, from tokenizer.json{normalizer}"
+
+
+def _add_numbers(writer: Any, size: int) -> str:
+    """Write a number as the text of each token: llama.cpp's server runs no file without a vocabulary."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([str(token) for token in range(size)])
+    writer.add_token_types([_NORMAL] * size)
+    writer.add_token_merges(["0 1"])
+    return "numbers"
 
 
 def _vocab_advice(source: Path) -> str:
@@ -415,43 +433,51 @@ def ran_alike(model: Any, path: Path, position_config: PositionConfig, coarsest:
     Raises:
         SwapVerificationError: llama.cpp fails, or its outputs differ.
     """
-    if find_spec("llama_cpp") is None:
-        return "not compared: llama-cpp-python is not installed"
+    if find_spec("xllamacpp") is None:
+        return "not compared: xllamacpp is not installed"
     count = min(position_config.length, MOST)
     if position_config.rope_type == "dynamic":  # plain rope there
         count = min(count, position_config.original or position_config.length)
     ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
-    logits_of_file = run_llamacpp(path, ids, count)
+    ends = sorted({max(1, (count - 1) * part // _COMPARED) for part in range(1, _COMPARED + 1)})
+    tokens, found = run_llamacpp(path, ids, ends, count)
     with torch.no_grad():
-        logits = model.float().eval()(ids[None]).logits[0]  # [L, V]
-    expected = logits.double().log_softmax(-1)
-    differences = (logits_of_file.double().log_softmax(-1) - expected).abs()
+        logits = model.float().eval()(ids[None]).logits[0, torch.tensor(ends) - 1]  # [E, V]
+    expected = logits.double().log_softmax(-1).gather(1, tokens)
+    differences = (found - expected).abs()
     average = coarsest == "Q8_0"
     apart, bound = float(differences.mean() if average else differences.max()), BOUNDS[coarsest]
     if not apart <= bound:  # a NaN too
         raise SwapVerificationError(
-            f"llama.cpp's log probabilities of {count} tokens are {'on average' if average else 'up to'} {apart:.2g} "
-            f"nats from the model's, more than {bound:g}. Nothing was written; please report this."
+            f"llama.cpp's log probabilities after {ends[-1]} tokens are {'on average' if average else 'up to'} "
+            f"{apart:.2g} nats from the model's, more than {bound:g}. Nothing was written; please report this."
         )
     qualifier = " on average (it rounds activations to 8 bits, too)" if average else ""
-    return f"llama.cpp gives the model's log probabilities of {count} random tokens, to {apart:.1g} nats{qualifier}"
+    return f"llama.cpp gives the model's log probabilities in {count} random tokens, to {apart:.1g} nats{qualifier}"
 
 
-def run_llamacpp(path: Path, ids: torch.Tensor, context: int) -> torch.Tensor:
-    """Return llama.cpp's logits [L, V] of `ids` [L], with a cache of `context` positions in float32.
+def run_llamacpp(path: Path, ids: torch.Tensor, ends: Sequence[int], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the K tokens that llama.cpp's server finds most probable after the first N of `ids` [L], for N in `ends`.
 
-    It runs in a separate process, because llama.cpp exits on a file that it refuses. It rounds `context` up to a
-    multiple of 256.
+    Its cache has `context` positions, rounded up to a multiple of 256, in float32, and N is less than the model's. It
+    runs in a separate process, because llama.cpp can exit on a file that it refuses.
+
+    Returns:
+        Tokens int64 [E, K], the most probable first, and their log probabilities float64 [E, K]; K is at most 1,000.
 
     Raises:
-        SwapVerificationError: that process failed; the message has its last line.
+        SwapVerificationError: that process failed; the message has its first error, or its last line.
     """
     with scratch_folder() as folder:
-        tokens, logits = folder / "tokens.npy", folder / "logits.npy"
-        np.save(tokens, ids.numpy())
-        command = [sys.executable, str(Path(__file__).with_name("llamacpp_child.py")), path, tokens, logits, context]
-        run = subprocess.run([str(argument) for argument in command], capture_output=True, text=True, check=False)
-        if run.returncode or not logits.exists():
-            last_line = (run.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise SwapVerificationError(f"llama.cpp cannot run {path.name} (exit {run.returncode}): {last_line}")
-        return torch.from_numpy(np.load(logits))
+        given, chosen, out = folder / "tokens.npy", folder / "ends.npy", folder / "out.npz"
+        np.save(given, ids.numpy())
+        np.save(chosen, np.array(ends))
+        command = [sys.executable, Path(__file__).with_name("llamacpp_child.py"), path, given, chosen, out, context]
+        environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # which would hide the reason of an abort
+        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=environment)
+        if run.returncode or not out.exists():
+            lines = run.stderr.strip().splitlines() or ["nothing"]
+            reason = next((line.partition(" E ")[2] for line in lines if " E " in line), lines[-1])
+            raise SwapVerificationError(f"llama.cpp cannot run {path.name} (exit {run.returncode}): {reason}")
+        with np.load(out) as stored:
+            return torch.from_numpy(stored["tokens"]), torch.from_numpy(stored["logprobs"]).double()

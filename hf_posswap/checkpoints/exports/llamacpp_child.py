@@ -1,44 +1,62 @@
-"""A program: runs llama.cpp on a GGUF file and stores the logits. It imports nothing of the package.
+"""A program: serves a GGUF file by llama.cpp's server and stores log probabilities. It imports nothing of the package.
 
-Usage: llamacpp_child.py MODEL.gguf TOKENS.npy LOGITS.npy CONTEXT
+Usage: llamacpp_child.py MODEL.gguf TOKENS.npy ENDS.npy OUT.npz CONTEXT
 """
 
 from __future__ import annotations
 
-import ctypes
+import json
 import sys
+import urllib.request
 
 import numpy as np
 
+MOST_PROBABLE = 1000
 
-def main(path: str, tokens: str, logits: str, context: int) -> None:
-    """Store the logits [L, V] of the tokens [L] in one batch."""
-    import llama_cpp
 
-    ids = np.load(tokens)
-    settings = llama_cpp.llama_model_default_params()
-    settings.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
-    if not model:
-        raise SystemExit("the file does not load")
-    options = llama_cpp.llama_context_default_params()
-    options.n_ctx, options.n_batch, options.n_ubatch = context, len(ids), len(ids)
-    options.type_k = options.type_v = 0  # float32
-    options.flash_attn_type = 0  # off: it computes in half precision
-    running = llama_cpp.llama_init_from_model(model, options)
-    if not running:
-        raise SystemExit("no context can be made of it")
-    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for i, token in enumerate(ids):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = int(token), i, 1, 0, 1
-    if llama_cpp.llama_decode(running, batch):
-        raise SystemExit("it does not run")
-    count = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    logits_pointer = llama_cpp.llama_get_logits(running)
-    flat = np.ctypeslib.as_array(ctypes.cast(logits_pointer, ctypes.POINTER(ctypes.c_float)), (len(ids), count))
-    np.save(logits, flat)
+def main(path: str, tokens: str, ends: str, out: str, context: int) -> None:
+    """Store, for each end N, the most probable tokens [K] after the first N of `tokens`, and their log probabilities.
+
+    The server keeps the keys of one text for the next, as it does when it is asked for one token after the other.
+    """
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx, params.n_parallel, params.n_gpu_layers, params.swa_full = context, 1, 0, True
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    # its flash attention computes in half precision
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.warmup, params.verbosity = False, 1
+    try:
+        server = xllamacpp.Server(params)
+    except RuntimeError as error:
+        raise SystemExit(f"the file does not load ({error})") from error
+    ids = np.load(tokens).tolist()
+    # what it answers is forced to be a whole character: it tells no probabilities of a part of one, nor of an end
+    bias = [[_whole_character(server.listening_address), 1e5]]
+    asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": MOST_PROBABLE, "logit_bias": bias}
+    rows = []
+    for end in np.load(ends).tolist():
+        answer = server.handle_completions({**asked, "prompt": ids[:end]})
+        if "choices" not in answer:
+            raise SystemExit(f"it does not run ({answer})")
+        rows.append(answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"])
+    np.savez(
+        out,
+        tokens=np.array([[entry["id"] for entry in row] for row in rows]),
+        logprobs=np.array([[entry["logprob"] for entry in row] for row in rows]),
+    )
+
+
+def _whole_character(address: str) -> int:
+    """Return a token that is a whole character; 0 where the vocabulary has neither a letter nor a digit."""
+    body = json.dumps({"content": "a0", "add_special": False}).encode()
+    request = urllib.request.Request(f"{address}/tokenize", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        tokens: list[int] = json.loads(answer.read())["tokens"]
+    return tokens[-1] if tokens else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(*sys.argv[1:5], int(sys.argv[5]))

@@ -107,7 +107,7 @@ def export(
             or "sentence-transformers".
         out: None writes nothing. A new folder gets the checkpoint with the config that the program wants (for llamacpp
             the one that convert_hf_to_gguf.py reads). For llamacpp also a new file that ends
-            in .gguf (extra `gguf`): the model itself, with every rotation by fixed angles. Where llama-cpp-python is
+            in .gguf (extra `gguf`): the model itself, with every rotation by fixed angles. Where xllamacpp is
             installed, llama.cpp runs it and its outputs are compared before it is there. For onnx a new file that ends
             in .onnx (extra `onnx`), for torch one that ends in .pt2 (a program of torch.export): the model as a graph,
             whatever its mechanism, for any batch and length; it is run and compared before it is there.
