@@ -40,7 +40,7 @@ from hf_posswap.patching.plan.plan_swap import plan_swap as plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan as SwapPlan
 from hf_posswap.patching.record.record import SwapRecord as SwapRecord
 from hf_posswap.patching.sites.attention.backends import set_backend as set_backend
-from hf_posswap.patching.sites.attention.evicted_keys import evict_keys as evict_keys
+from hf_posswap.patching.sites.attention.cached_keys import evict_keys as evict_keys
 from hf_posswap.patching.tools.blending import finish_blend as finish_blend
 from hf_posswap.patching.tools.blending import set_blend as set_blend
 from hf_posswap.patching.tools.centring import centre_table as centre_table

@@ -195,7 +195,7 @@ def test_folders_of_patching_import_those_above_them_alone() -> None:
         ("edits/edit.py", "from hf_posswap.patching.plan.swap_plan import SwapPlan", "edits imports plan"),
         (
             "sites/rotary/plan.py",
-            "from hf_posswap.patching.sites.attention import hooks",
+            "from hf_posswap.patching.sites.attention import edits",
             "sites.rotary imports sites.att",
         ),
         ("plan/text.py", "def f():\n    from hf_posswap.patching.apply import structure", "plan imports apply"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION, attention_function, register_attention_function
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
-from hf_posswap.patching.sites.attention.config_view import ConfigView
+from hf_posswap.patching.sites.attention.function import ConfigView
 
 SERVED = "posswap_vllm"
 """The registered name of the attention of served models."""

@@ -28,8 +28,7 @@ from hf_posswap.families import locate
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT
-from hf_posswap.patching.sites.attention.config_view import ConfigView
-from hf_posswap.patching.sites.attention.function import has_interface, implementation
+from hf_posswap.patching.sites.attention.function import ConfigView, has_interface, implementation
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
 from hf_posswap.training.head import (
     BodyAndHead,

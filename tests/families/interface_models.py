@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.patching.sites.attention.native import AttendThroughInterface
 from hf_posswap.testing.tiny import tiny_model
 from tests.stock import RELEASE
 

@@ -17,7 +17,7 @@ import hf_posswap
 from hf_posswap import patch_model, plan_swap, swap_plan, verify_swap
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.patching.sites.attention.native import AttendThroughInterface
 from hf_posswap.schemes import Alibi, Kerple, Learned, PerLayer, Rope
 from hf_posswap.schemes.alibi import slopes
 from hf_posswap.testing.tiny import tiny_config, tiny_model

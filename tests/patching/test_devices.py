@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_posswap.compat.torch_fake import cannot_be_fake, fake_mode, is_fake
-from hf_posswap.patching.sites.attention import position_sources
+from hf_posswap.patching.sites.attention import positions
 from hf_posswap.schemes import schemes_for
 from hf_posswap.training.dryrun.unreal import as_on_gpu
 from hf_posswap.utils.devices import standing_for
@@ -140,7 +140,7 @@ def built(pair: Pair, attention: str) -> Any:
 def plain_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer the one question of a forward that reads a number: whether rows may share one row of positions."""
     if "generates" not in request.node.name:
-        monkeypatch.setattr(position_sources, "_is_plain", lambda positions, index: False)
+        monkeypatch.setattr(positions, "_is_plain", lambda positions, index: False)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)

@@ -14,7 +14,7 @@ import torch
 
 from hf_posswap import patch_model
 from hf_posswap.errors import PosswapError
-from hf_posswap.patching.sites.attention import position_sources
+from hf_posswap.patching.sites.attention import positions
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.testing.tiny import tiny_model
 from tests.stock import cache_in, with_cache
@@ -67,7 +67,7 @@ def test_a_forward_reads_one_value_at_most_and_a_step_of_decoding_none(
         asked.append(positions.shape[1])
         return False
 
-    monkeypatch.setattr(position_sources, "_is_plain", noted)
+    monkeypatch.setattr(positions, "_is_plain", noted)
     model = swapped(family, scheme).to("meta")
     if scheme == "dynamic" and type(model) is type(tiny_model(family)):
         with pytest.raises(RuntimeError, match="item"):

@@ -16,7 +16,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.building import build_class
-from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
+from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.trial import already_tried

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttention
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface
+from hf_posswap.patching.sites.attention.native import AttendThroughInterface
 from hf_posswap.patching.sites.rotary.edits import KeepRotary
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.mechanism import Mechanism

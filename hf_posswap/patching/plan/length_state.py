@@ -17,7 +17,7 @@ from hf_posswap.patching.edits.context import PlanDraft, SwapContext
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.edits.settings import setting_edits, settings_to_follow
 from hf_posswap.patching.record.building import build_native
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, StopRotation
+from hf_posswap.patching.sites.attention.native import AttendThroughInterface, StopRotation
 
 LENGTH_NAMES = (
     "max_position_embeddings",

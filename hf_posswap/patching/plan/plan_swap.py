@@ -29,11 +29,14 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.schema import LONGEST
-from hf_posswap.patching.sites.attention.attn_implementation import plan_attn_implementation
-from hf_posswap.patching.sites.attention.native import native_scheme
+from hf_posswap.patching.sites.attention.native import (
+    native_scheme,
+    plan_attn_implementation,
+    plan_relative,
+    relative_choice,
+)
 from hf_posswap.patching.sites.attention.plan import plan_attention, plan_longer_masks
-from hf_posswap.patching.sites.attention.position_ids import plan_position_ids, plan_unclaimed_ids
-from hf_posswap.patching.sites.attention.relative import plan_relative, relative_choice
+from hf_posswap.patching.sites.attention.positions import plan_position_ids, plan_unclaimed_ids
 from hf_posswap.patching.sites.embedding.fitting import fitted
 from hf_posswap.patching.sites.embedding.plan import plan_embedding, plan_saved_tables
 from hf_posswap.patching.sites.rotary.plan import plan_rotary

@@ -13,8 +13,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.edits.offload import stored
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.patching.sites.attention.interface import CopyRows
-from hf_posswap.patching.sites.attention.native import native_scheme
+from hf_posswap.patching.sites.attention.native import CopyRows, native_scheme
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable, rows_name
 from hf_posswap.patching.sites.rotary.edits import NeutraliseRotary, RebuildRotary
 from hf_posswap.patching.sites.rotary.matching import matches_within

@@ -20,7 +20,7 @@ from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.offload import device_of
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
+from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.patching.verify.kept import is_kept
 from hf_posswap.patching.verify.noise import NoEffectSeen, Noise
 from hf_posswap.patching.verify.probe import Expected, Probe, gap

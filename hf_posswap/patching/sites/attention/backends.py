@@ -1,4 +1,7 @@
-"""Which way of computing attention is taken for a scheme: chosen in the open, and told by the plan.
+"""Which backend computes the attention of a scheme: what each can take of a call, and how one is chosen.
+
+The part of a call that a kernel cannot compute, because of the mask or the positions, is computed by the formula in
+blocks and added to the kernel's output: no query is in both.
 
 All give the same numbers, but for rounding, and but for padding that sees nothing: the formula gives it a mean of all
 values, the others zeros, as stock eager and stock sdpa do. "plain" is the formula under the model's own implementation,
@@ -8,24 +11,44 @@ gain.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import holds_values, is_fake
+from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
-from hf_posswap.kernels.flex import ByDistance, Penalty, fits_flex
-from hf_posswap.kernels.merge import mergeable
-from hf_posswap.patching.sites.attention.forward_memo import Span
-from hf_posswap.patching.sites.attention.request import Request
-from hf_posswap.patching.sites.attention.ways import WAYS
+from hf_posswap.kernels import fused
+from hf_posswap.kernels.calls import attend as attend_calls
+from hf_posswap.kernels.calls import numbered_anew
+from hf_posswap.kernels.distance_bias import attend_by_distance, by_line, seen_distances
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
+from hf_posswap.kernels.fused import bias_dtype
+from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels.mask_segments import placed, segments_of, together
+from hf_posswap.kernels.merge import mergeable, region_calls
+from hf_posswap.kernels.piecewise_bias import PiecewiseBlocks, attend_piecewise, piecewise_blocks
+from hf_posswap.kernels.row_bias import attend_linear, linear_calls
+from hf_posswap.kernels.segments import Segment, whole
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
+from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.piece import Piece
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.utils.devices import device_type
+from hf_posswap.utils.devices import as_attended, device_type
 
+ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
+"""Arguments of an attention function that ask for what the kernels do not do."""
+MOST_REST = 1 / 3
+"""Pairs of a query and a key that a way cannot take, over those that it can, up to which "auto" takes it."""
+Pieces = Callable[[], tuple[Piece, ...]]
 BACKENDS = {
     "row": "the bias as one number a key, in a fused kernel",
     "row_windowed": "the same, without the keys whose weight float32 cannot hold",
@@ -45,6 +68,309 @@ LARGE_BIAS = 2**24
 """Numbers of a dense bias, 64 MiB, from which "auto" makes it in parts where only "chunked" applies."""
 MOST_CALLS = 64
 """Chunks of a sequence up to which "auto" merges: each needs a call."""
+
+
+class Layout(NamedTuple):
+    """What is seen, as segments, in places where positions rise by one along queries and keys, and elsewhere."""
+
+    regular: tuple[Segment, ...]
+    irregular: tuple[Segment, ...]
+
+
+class Division(NamedTuple):
+    """The segments that a way takes, and those that are left to the formula."""
+
+    fast: tuple[Segment, ...]
+    rest: tuple[Segment, ...]
+
+    @property
+    def gains(self) -> bool:
+        """Whether few pairs are left compared with those taken."""
+        return _pairs(self.rest) <= MOST_REST * _pairs(self.fast)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention call, after rotation.
+
+    Attributes:
+        mechanism: of the layer.
+        span: where queries and keys stand.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, Dv].
+        mask: bool or additive, [B or 1, 1 or H, Q, K]; None: none but causality.
+        causal: whether a left-out mask means causal.
+        implementation: that the model's config names.
+        arguments: what else the attention module passed.
+        read: gives the bias as flex_attention may read it, or None; asked at the end.
+        find_layout: gives what is seen, or None where segments do not tell it; asked at the end.
+        shared: gives what a function makes for a key, once for all layers that stand alike.
+    """
+
+    mechanism: Mechanism
+    span: Span
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    causal: bool
+    implementation: str | None
+    arguments: dict[str, Any]
+    read: Callable[[], Penalty | ByDistance | None]
+    find_layout: Callable[[], Layout | None]
+    shared: Callable[[Any, Callable[[], Any]], Any]
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies the scores."""
+        given = self.arguments.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else float(given)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key in one row of the batch."""
+        return self.query.shape[2] * self.key.shape[2]
+
+    @property
+    def share(self) -> int:
+        """Heads that share a key, H/G."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def alters(self) -> bool:
+        """Whether something is asked for that only the model's own implementation does."""
+        if self.implementation != "sdpa" or self.arguments.get("dropout"):
+            return True
+        altering = (self.arguments.get(name) for name in ALTERING)
+        return any(value is not None and value is not False for value in altering)
+
+    def is_plain(self) -> bool:
+        """Return whether only the plain way is open, whatever the scheme."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or self._is_opaque():
+            return True
+        if transforms_active():  # torch.func differentiates the formula, not its kernels
+            return True
+        if self.alters or self.query.shape[2] == 1:
+            return True
+        learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
+        one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
+        if learned_mask:
+            return True
+        one_way = self.mechanism.biases and device_type(self.query) == "cuda"  # flex, which is tried by itself
+        return not one_way and not fused.fits(self.query, one_key, self.value)
+
+    def _is_opaque(self) -> bool:
+        """Return whether the tensors are of a class of their own, or stand at places that cannot be read."""
+        if type(self.query) is Tensor:
+            return False
+        return not (is_fake(self.query) and holds_values(self.span.query))
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """What is seen; None: segments do not tell it."""
+        return self.find_layout()
+
+    def division(self, name: str) -> Division | None:
+        """Return the segments that the backend `name` computes; None: it computes none."""
+        layout = self.layout
+        if layout is None:
+            return None
+        (division,) = self.shared(("division", name, id(layout)), lambda: (_divided(name, layout),))
+        return division
+
+
+def _divided(name: str, layout: Layout) -> Division | None:
+    longest = sum(_pairs_of(segment.queries) + _pairs_of(segment.keys) for segment in layout.regular)
+    # no distances as long as a jump of positions
+    fast = [
+        segment for segment in layout.regular if -longest <= segment.distances[0] and segment.distances[1] <= longest
+    ]
+    if name == "hankel":
+        fast = [segment for segment, on_line in zip(fast, by_line(fast), strict=True) if on_line]
+    elif name not in ("merge", "chunked"):
+        fast = [segment for segment in fast if segment.distances[0] >= 0]
+    rest = [segment for segment in (*layout.regular, *layout.irregular) if segment not in fast]
+    return Division(tuple(fast), tuple(rest)) if fast else None
+
+
+def _pairs_of(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _pairs(segments: tuple[Segment, ...]) -> int:
+    return sum(_pairs_of(segment.rows) * _pairs_of(segment.queries) * _pairs_of(segment.keys) for segment in segments)
+
+
+def seen_segments(
+    query: Tensor, keys: int, mask: Any, memo: ForwardMemo, *, causal: bool
+) -> tuple[Segment, ...] | None:
+    """Return what `query` [B, H, Q, D] sees of `keys` keys, without positions; None: that is not told by segments.
+
+    A mask is looked at once in a forward, for all layers that are given it.
+    """
+    batch, _, length, _ = query.shape
+    if mask is None:
+        return whole(batch, length, min(length, keys) if causal else keys, causal=causal)  # as stock: from the first
+    if not isinstance(mask, Tensor) or device_type(mask) != "cpu" or not holds_values(mask):
+        return None  # to read it from a GPU would cost more than it saves
+    return memo.of_mask(mask, lambda: segments_of(mask, batch, keys))
+
+
+def lay_out(seen: tuple[Segment, ...], span: Span) -> Layout:
+    """Return the segments of a mask with the positions of the queries and keys."""
+    of_queries = span.query.cpu()
+    of_keys = of_queries if span.is_prefill else span.key.cpu()
+    pieces_placed = [piece for segment in seen for piece in placed(segment, of_queries, of_keys)]
+    regular = together([piece for piece, rises in pieces_placed if rises])
+    return Layout(tuple(regular), tuple(piece for piece, rises in pieces_placed if not rises))
+
+
+def _row(request: Request, pieces: Pieces) -> Tensor:
+    division, slopes = _division(request, "row"), request.mechanism.slopes
+    assert slopes is not None
+    dtype = bias_dtype(request.query.dtype)
+
+    def make() -> Any:
+        return linear_calls(slopes.to(request.query.device, dtype), division.fast, request.share)
+
+    calls = request.shared(("row calls", id(division), dtype, request.share), make)
+    tensors = [(request.query, request.key)], request.value
+    return _add_biased(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
+
+
+def _row_windowed(request: Request, pieces: Pieces) -> Tensor:
+    division, slopes = _division(request, "row_windowed"), request.mechanism.slopes
+    assert slopes is not None
+    out = attend_linear(
+        request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=True,
+        segments=division.fast,
+    )  # fmt: skip
+    return _add_biased(request, out, division.rest)
+
+
+def _hankel(request: Request, pieces: Pieces) -> Tensor:
+    division = _division(request, "hankel")
+    least, most = seen_distances(division.fast)
+    line = request.mechanism.distance_bias(torch.arange(least, most + 1, device=request.query.device))  # [H, N]
+    out = attend_by_distance(
+        request.query, request.key, request.value, line, scaling=request.scaling, segments=division.fast
+    )  # fmt: skip
+    return _add_biased(request, out, division.rest)
+
+
+def _flex(request: Request, pieces: Pieces) -> Tensor:
+    bias = request.read()
+    assert bias is not None
+    return attend_read(
+        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
+    )  # fmt: skip
+
+
+def _chunked(request: Request, pieces: Pieces) -> Tensor:
+    division = request.division("chunked") if request.mechanism.piecewise else None
+    if division is not None:
+        known, tensors = division, (request.query, request.key, request.value)
+
+        def make() -> PiecewiseBlocks:
+            return piecewise_blocks(request.query, request.key, request.mechanism.piecewise_bias, known.fast)
+
+        key = "piecewise", id(division), request.query.dtype, request.share
+        blocks = make() if torch.is_grad_enabled() else request.shared(key, make)
+        out = attend_piecewise(*tensors, blocks, scaling=request.scaling)
+        return _add_biased(request, out, division.rest)
+    layout = request.layout
+    return _biased(request, None if layout is None else (*layout.regular, *layout.irregular))
+
+
+def _merge(request: Request, pieces: Pieces) -> Tensor:
+    division = _division(request, "merge")
+    regions: tuple[Any, ...] | None = request.mechanism.regions
+    all_pieces, by_query = pieces(), request.mechanism.splits_queries
+    if by_query:
+        regions = tuple(piece.pairs for piece in all_pieces)
+    assert regions is not None
+    numbers, calls = request.shared(
+        ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
+    )
+    queries, keys, value = request.query.shape[2], request.key.shape[2], as_attended(request.value)
+    turned: dict[Any, Tensor] = {}  # regions may share their keys
+    pairs: list[tuple[Tensor, Tensor]] = []
+    out: Tensor | None = None
+    for index, piece in enumerate(all_pieces[number] for number in numbers):
+        if piece.key_identity not in turned:
+            turned[piece.key_identity] = as_attended(piece.rotate_key(request.key, 0, keys))
+        pair = as_attended(piece.rotate_query(request.query, 0, queries)), turned[piece.key_identity]
+        if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
+            own = tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == index)
+            part = attend_calls([pair], value, own, scaling=request.scaling)
+            out = part if out is None else out + part
+            turned.clear()
+        else:
+            pairs.append(pair)
+    if out is None:
+        out = attend_calls(pairs, value, calls, scaling=request.scaling)
+    for segment in division.rest:
+        out = _with_split(request, out, segment, all_pieces)
+    return out
+
+
+def _division(request: Request, name: str) -> Division:
+    division = request.division(name)
+    assert division is not None, "chosen without being asked"
+    return division
+
+
+def _add_biased(request: Request, out: Tensor, rest: Sequence[Segment]) -> Tensor:
+    """Return `out` [B, H, Q, D], zero for the queries of `rest`, with their attention under the bias added."""
+    return out + _biased(request, rest) if rest else out
+
+
+def _biased(request: Request, segments: Sequence[Segment] | None) -> Tensor:
+    span, mechanism = request.span, request.mechanism
+    of_queries, of_keys = span.query, span.key
+
+    def make(rows: slice, queries: slice, keys: slice) -> Tensor:
+        return mechanism.bias(_rows(of_queries, rows)[:, queries], _rows(of_keys, rows)[:, keys])
+
+    return attend_made(
+        request.query, request.key, request.value, make, tuple(mechanism.parameters()), request.mask,
+        scaling=request.scaling, causal=request.causal, segments=segments,
+    )  # fmt: skip
+
+
+def _with_split(request: Request, total: Tensor, segment: Segment, pieces: Sequence[Piece]) -> Tensor:
+    """Return `total` [B, H, Q, D], zeros for the queries of `segment`, with their attention by regions added."""
+    rows, queries, keys = (slice(*span) for span in (segment.rows, segment.queries, segment.keys))
+    out, _ = attend_split(
+        request.query[rows, :, queries],
+        request.key[rows, :, keys],
+        request.value[rows, :, keys],
+        tuple(piece.part(rows, queries, keys) for piece in pieces),
+        _rows(request.span.query, rows)[:, queries],
+        _rows(request.span.key, rows)[:, keys],
+        None if request.mask is None else _rows(request.mask, rows)[..., queries, keys],
+        causal=request.causal,
+        scaling=request.scaling,
+    )
+    whole = total.clone()
+    whole[rows, :, queries] = out.transpose(1, 2)
+    return whole
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """Return `rows` of `x` [B or 1, ...], which all rows may share."""
+    return x if len(x) == 1 else x[rows]
+
+
+WAYS: dict[str, Callable[[Request, Pieces], Tensor]] = {
+    "row": _row,
+    "row_windowed": _row_windowed,
+    "hankel": _hankel,
+    "flex": _flex,
+    "chunked": _chunked,
+    "merge": _merge,
+}
 
 
 def backends_of(mechanism: Mechanism) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention import backends
+from hf_posswap.patching.sites.attention.backends import Layout, Request, lay_out, seen_segments
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
-from hf_posswap.patching.sites.attention.request import Layout, Request, lay_out, seen_segments
 from hf_posswap.schemes.common.piece import Keys, Piece
 from hf_posswap.schemes.mechanism import Mechanism, by_head
 

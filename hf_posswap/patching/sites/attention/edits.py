@@ -1,30 +1,215 @@
-"""The edits inside attention: the scheme's module on the base model, and each attention module that it acts in."""
+"""The edits of attention modules, and their hooks: they find true positions, or coordinates, and wrap the cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
+from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
+from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
-from hf_posswap.families.modules import entry_signature, owner_of
+from hf_posswap.families.modules import CarriedModule, by_name, entry_signature, is_removed, owner_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.continuous_batching import (
+    Refusal,
     allow_continuous_batching,
     needs_key_positions,
     refuse_continuous_batching,
 )
 from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.offload import device_of
+from hf_posswap.patching.edits.offload import bring_all, device_of
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
-from hf_posswap.patching.sites.attention.config_view import ConfigView
-from hf_posswap.patching.sites.attention.forward_memo import ForwardMemos
-from hf_posswap.patching.sites.attention.hooks import PositionHook, StartHook
+from hf_posswap.patching.sites.attention.cached_keys import keys_of
+from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
+from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos, Span, identity_of
+from hf_posswap.patching.sites.attention.function import ConfigView, register_attention
+from hf_posswap.patching.sites.attention.positions import check_fits, check_not_packed, counted, find_span
 from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.common.places import places_of
 from hf_posswap.schemes.mechanism import Mechanism
+
+COORDINATES = "posswap_coordinates"
+"""Keyword argument by which attention modules are given the coordinates of their tokens."""
+
+
+class PositionHook:
+    """Pre-hook of an attention module: finds positions, wraps the cache, tells the attention function.
+
+    Args:
+        owner: the module that carries the mechanism.
+        name: under which it does.
+        memos: shared by the layers of the model.
+        hidden_argument: what the module calls its input, where it is given by name.
+        first: what the model's `position_ids` call position 0.
+        layer: which of the model's attention layers this is, counted from 0.
+    """
+
+    def __init__(
+        self, owner: nn.Module, name: str, memos: ForwardMemos, hidden_argument: str, first: int, layer: int
+    ) -> None:
+        self.carried, self.layer = CarriedModule(owner, name), layer
+        self.memos, self.hidden_argument, self.first = memos, hidden_argument, first
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register_attention()  # a process that has unpickled a model has patched none
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The scheme at work."""
+        return self.carried().for_layer(self.layer)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        hidden = args[0] if args else kwargs[self.hidden_argument]
+        tokens_first: Any = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
+        hidden = hidden if tokens_first is None else tokens_first(hidden)
+        slot_and_cache = cache_of_call(module, args, kwargs)
+        slot, cache = (None, None) if slot_and_cache is None else slot_and_cache
+        position_ids, first, memo = kwargs.get("position_ids"), self.first, self.memos.now()
+        if position_ids is None:
+            position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
+        if not torch.compiler.is_compiling():
+            memo.calls += 1
+        layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
+        mechanism = self.mechanism
+        paged = cache is not None and is_paged_cache(cache)
+        if paged and needs_key_positions(mechanism):
+            Refusal(type(module).__name__)()  # by another way than the model's own methods
+        own = None if paged else self_attention_cache(cache)  # a paged cache holds the keys of other texts too
+        keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden.device)
+        writes_rotated = keys != "raw"
+        keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
+        span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
+        call = AttentionCall(mechanism, span, memo, keys, paged=paged)
+        kwargs = {**kwargs, CALL_ARGUMENT: call}
+        if writes_rotated and slot is not None:
+            args, kwargs = _with(args, kwargs, slot, cache_view(cache, call.written))
+        return args, kwargs
+
+    def check_used(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Check after a forward of `module` that it attended through the attention function that it was told of.
+
+        Raises:
+            PosswapError: it did not, so that the scheme had no effect.
+        """
+        if torch.compiler.is_compiling():
+            return
+        call = kwargs.get(CALL_ARGUMENT)
+        if call is None or not call.used:
+            raise PosswapError(
+                f"{type(module).__name__} attended without the scheme that was put inside it: it does not ask "
+                "transformers' AttentionInterface, or does not hand its keyword arguments on, in this release of "
+                "transformers. Its outputs would be wrong. Run `posswap selfcheck`, and report it."
+            )
+
+    def _unpassed_ids(self, module: nn.Module, memo: ForwardMemo) -> Tensor | None:
+        """Return the position ids that the model was given and did not pass on; None: there are none.
+
+        Raises:
+            UnsupportedSwapError: `module` runs again in the backward, or will, when they are gone.
+        """
+        if self.memos.lost() or (memo.runs_again and memo.given is not None):
+            raise UnsupportedSwapError(
+                f"{type(module).__name__} is not told of position ids, and under gradient checkpointing it runs again "
+                "when they are gone. What works: no position ids and padding on the right, or no checkpointing."
+            )
+        return memo.given
+
+
+def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any] | None:
+    """Return the place or name of the cache that `module` is given, and the cache; None: there is none.
+
+    Raises:
+        UnsupportedSwapError: it is given something that works like a cache and is none of transformers'.
+    """
+    try:
+        return find_cache(args, kwargs)
+    except TypeError as error:
+        raise UnsupportedSwapError(f"{type(module).__name__}: {error}") from error
+
+
+def _with(args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str, value: Any) -> tuple[Any, Any]:
+    """Return arguments of a call with another one at `slot`."""
+    if isinstance(slot, str):
+        return args, {**kwargs, slot: value}
+    return (*args[:slot], value, *args[slot + 1 :]), kwargs
+
+
+class StartHook:
+    """Pre-hook and hook of the module that takes the input: nothing of another forward is ever reused.
+
+    Some models add position ids to their table and do not tell their attention of them, or know of none: it keeps them
+    meanwhile. Where none are given, those that the stock class would count stand for them.
+
+    Args:
+        owner: the module that carries the mechanism, which has no forward that could bring weights that are offloaded.
+        name: under which it does.
+        memos: shared by the layers.
+        signature: names of the module's positional arguments.
+        masks_by_index: whether the stack is causal and its stock class, told of position ids or not, goes by none.
+    """
+
+    def __init__(
+        self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str], *, masks_by_index: bool
+    ) -> None:
+        self.carried = CarriedModule(owner, name)
+        self.memos, self.signature, self.masks_by_index = memos, signature, masks_by_index
+        self.carriers: list[str] = []
+        """Paths of the attention modules that were given the scheme, in the module that takes the input."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if not torch.compiler.is_compiling():
+            bring_all(self.carried())
+        given = by_name(self.signature, args, kwargs)
+        position_ids, source = given.get("position_ids"), self.memos.traced.source
+        takes, by_caller = "position_ids" in self.signature, position_ids is not None
+        if position_ids is None:
+            slot_and_cache = cache_of_call(module, args, kwargs)
+            position_ids = counted(
+                source, self.memos.traced.padding_id, given, None if slot_and_cache is None else slot_and_cache[1]
+            )
+        elif not takes:
+            check_fits(position_ids, given)  # the model's code does not check
+        if by_caller and self.masks_by_index and position_ids is not None:
+            check_not_packed(type(module).__name__, position_ids, given)
+        tells = position_ids is not None and takes and not by_caller and source == "mask"
+        checkpoints = (getattr(child, "gradient_checkpointing", False) for child in module.modules())
+        again = module.training and torch.is_grad_enabled() and any(checkpoints)
+        self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
+        if not tells:
+            return None
+        return (), {**given, "position_ids": position_ids}  # it passes its ids on to its attention
+
+    def stop(self, module: nn.Module, *_: Any) -> None:
+        """End a forward of `module`.
+
+        Raises:
+            PosswapError: attention modules that were given the scheme were replaced. Layers may have been removed.
+        """
+        calls = None if torch.compiler.is_compiling() or self.memos.begun_traced else self.memos.of_thread().calls
+        self.memos.end(module)
+        if calls is not None and calls < len(self.carriers):  # layers may be left out, or compiled by themselves
+            self._check_carriers(module)
+
+    def _check_carriers(self, module: nn.Module) -> None:
+        carriers = tuple(self.carriers)  # first: another thread may be adding more
+        hooks = (hook for child in module.modules() for hook in pre_hooks(child) if isinstance(hook, PositionHook))
+        present = sum(hook.memos is self.memos for hook in hooks)
+        removed = sum(is_removed(module, path) for path in carriers)
+        count = len(carriers)
+        if present + removed < count:
+            raise PosswapError(
+                f"{count - present - removed} of {count} attention modules of {type(module).__name__} that were "
+                "swapped have been replaced since (set_attention_type does that, for example): the model would "
+                "compute without positions, or with the native ones. What works: load the model again, replace the "
+                "modules, and then call hf_posswap.patch_model."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +352,74 @@ def _constants(mechanism: Mechanism) -> dict[str, Tensor]:
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:
     return bool(actual.cpu().equal(expected.cpu()))
+
+
+class CoordinatesHook:
+    """Pre-hook of the module that takes the image: its attention modules are given the tokens' coordinates.
+
+    Args:
+        geometry: of the model.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        pixels = args[0] if args else kwargs["pixel_values"]
+        grid = self.geometry.grid((pixels.shape[-2], pixels.shape[-1]))
+        places = places_of(grid, self.geometry.prefix_tokens, pixels.device)
+        return args, {**kwargs, COORDINATES: places}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCoordinates(Edit):
+    """Makes a module that takes images pass the coordinates of the tokens on to its attention modules.
+
+    Attributes:
+        entry: path of the module.
+        geometry: of the stack.
+    """
+
+    entry: str
+    geometry: Geometry
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        module = model.get_submodule(self.entry)
+        keep_hooks(saved, module.register_forward_pre_hook(CoordinatesHook(self.geometry), with_kwargs=True))
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        remove_hooks(saved)
+
+    def check(self, model: Any) -> str | None:
+        hooks = pre_hooks(model.get_submodule(self.entry))
+        passed = any(isinstance(hook, CoordinatesHook) for hook in hooks)
+        return None if passed else "coordinates are not passed on to attention"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+class CoordinateHook(PositionHook):
+    """Pre-hook of an attention module that is given coordinates: tells the attention function."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        memo = self.memos.now()
+        call = AttentionCall(self.mechanism, _span(kwargs[COORDINATES], memo), memo, keys="raw")
+        return args, {**{k: v for k, v in kwargs.items() if k != COORDINATES}, CALL_ARGUMENT: call}
+
+
+def _span(places: Tensor, memo: ForwardMemo) -> Span:
+    return memo.shared(
+        identity_of(places), lambda shared_values: Span(places, places.shape[1], True, None, shared_values)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchImageAttention(PatchAttention):
+    """Puts a scheme of coordinates between an attention module's projections and its attention implementation."""
+
+    hook = CoordinateHook

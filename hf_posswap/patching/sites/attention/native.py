@@ -1,24 +1,40 @@
-"""Positions that are native inside attention, and the edits that make it ready for others where its class is not."""
+"""Positions that are native inside attention: kept, or taken away; and the edits that make a class ready for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posswap.compat.torch_fake import holds_values
+from hf_posswap.compat.torch_modules import give_class
+from hf_posswap.compat.transformers_attention import (
+    can_choose_attention,
+    let_choose_attention,
+    let_class_choose_attention,
+)
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.attention_traits import NativeScheme
-from hf_posswap.families.modules import get, join, matching
+from hf_posswap.families.attention_traits import NativeScheme, RelativePart
+from hf_posswap.families.modules import get, join, matching, owner_of, replace_everywhere
+from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.context import SwapContext
-from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.edits.context import PlanDraft, SwapContext
+from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.offload import stored
+from hf_posswap.patching.edits.placeholder import NoPositions
+from hf_posswap.patching.edits.restore import replace_child, restore_child
 from hf_posswap.patching.edits.settings import SetAttribute
-from hf_posswap.patching.sites.attention.interface import AttendThroughInterface, StopRotation
+from hf_posswap.patching.edits.stock_weights import not_zero
+from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.schemes.base import Scheme, make_scheme
+
+NATIVE_POSITIONS = "native_positions"
+"""Attribute of an attention class: whether it applies the positions that its original applies inside attention."""
 
 
 def native_scheme(inside: NativeScheme, geometry: Geometry) -> Scheme:
@@ -47,7 +63,8 @@ def interface_edits(context: SwapContext, *, native_positions: bool) -> list[Edi
     for path in () if native_positions else rows_of(context):
         _refuse_other_sinusoids(path, model.get_submodule(path))
     if traits.switch is not None and not native_positions:
-        edits.append(_switch_off(context, *traits.switch))
+        below, name = traits.switch
+        edits.append(_switch_off(context, join(context.sites.base, below), name))
     if traits.angles and not native_positions:
         edits += _stop_rotation(context, traits.angles)
     for layer, path in enumerate(stack.attention if traits.interface else ()):
@@ -69,8 +86,7 @@ def _interface_of(find: Callable[[nn.Module], type | str], path: str, module: nn
         ) from error
 
 
-def _switch_off(context: SwapContext, below: str, name: str) -> Edit:
-    path = join(context.sites.base, below)
+def _switch_off(context: SwapContext, path: str, name: str) -> Edit:
     return SetAttribute(
         site="attention",
         path=join(path, name),
@@ -108,10 +124,8 @@ def _through_interface(context: SwapContext, path: str, cls: type, layer: int, *
 
 def rows_of(context: SwapContext) -> list[str]:
     """Return the paths of the embeddings from which the positions native inside attention are made."""
-    traits, base = context.stack.spec.traits, context.sites.base
-    if traits is None or not traits.made_from:
-        return []
-    return [join(base, path) for path in matching(context.model.get_submodule(base), traits.made_from)]
+    traits = context.stack.spec.traits
+    return [] if traits is None or not traits.made_from else list(_paths(context, (traits.made_from,)))
 
 
 def is_native(context: SwapContext) -> bool:
@@ -129,3 +143,350 @@ def _refuse_other_sinusoids(path: str, embedding: Any) -> None:
             f"{path} holds other numbers than the sinusoids that {type(embedding).__name__} computes, so the angles by "
             "which this model turns are unknown. What works: a checkpoint whose table was never changed."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendThroughInterface(Edit):
+    """Makes an attention module attend through the AttentionInterface.
+
+    Attributes:
+        module: that defines the class: a subclass of the attention module's own, with the interface.
+        name: of the class.
+        layer: of the cache that it writes.
+        native_positions: whether positions that are native inside attention stay.
+    """
+
+    module: str
+    name: str
+    layer: int
+    native_positions: bool
+
+    @property
+    def cls(self) -> Any:
+        """The class with the interface."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        module, cls = model.get_submodule(self.path), self.cls
+        wanted = {"config": model.config, "layer_idx": self.layer}
+        given = {name: value for name, value in wanted.items() if not hasattr(module, name)}
+        if hasattr(cls, NATIVE_POSITIONS) and not self.native_positions:
+            given[NATIVE_POSITIONS] = False
+        saved |= {"native": type(module), "given": tuple(given)}
+        give_class(module, cls)
+        for name, value in given.items():
+            setattr(module, name, value)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Give the module its own class back, and take away the attributes that it was given."""
+        if "native" not in saved:
+            return
+        module = model.get_submodule(self.path)
+        for name in saved["given"]:
+            vars(module).pop(name, None)
+        give_class(module, saved["native"])
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        if not isinstance(module, self.cls):
+            return f"its class is {type(module).__name__} instead of {self.name}"
+        positions = getattr(module, NATIVE_POSITIONS, self.native_positions)
+        return None if positions == self.native_positions else "its native positions are in force again"
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+class AtPositionZero(nn.Module):
+    """A module that makes angles, with every token at position 0: the identity rotation, at any length.
+
+    Args:
+        native: the model's own module, which is called with zeros instead of positions; `unpatch_model` restores it.
+    """
+
+    def __init__(self, native: nn.Module) -> None:
+        super().__init__()
+        self.native = native
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `native` returns for position 0 everywhere."""
+        return self.native(*map(_at_zero, args), **{name: _at_zero(value) for name, value in kwargs.items()})
+
+
+def _at_zero(value: Any) -> Any:
+    counts = isinstance(value, Tensor) and not value.is_floating_point()
+    return torch.zeros_like(value) if counts else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRotation(Edit):
+    """Has the module that makes the angles of positions inside attention make those of position 0 alone."""
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        replace_child(model, self.path, AtPositionZero(model.get_submodule(self.path)), saved)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        replaced = model.get_submodule(self.path)
+        if isinstance(replaced, AtPositionZero):
+            replace_everywhere(model, self.path, replaced.native)
+
+    def check(self, model: Any) -> str | None:
+        stopped = isinstance(model.get_submodule(self.path), AtPositionZero)
+        return None if stopped else "the native rotation is in force again"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+class NoRows(NoPositions):
+    """Stands where an embedding was from which a model makes positions inside attention; all its rows are zero.
+
+    Args:
+        weight: one lone zero, [1]: the native class fails to load it with a size mismatch; or zeros, [P, W].
+        width: W, of a row.
+    """
+
+    def __init__(self, weight: Tensor, width: int) -> None:
+        super().__init__(weight)
+        self.width = width
+
+    def forward(self, index: Any = None, *_: Any, **__: Any) -> Tensor:
+        """Return zeros, [..., W] for an `index` [...], or one row [1, W] where the model gives no index."""
+        if isinstance(index, Tensor):
+            return self.weight.new_zeros((*index.shape, self.width), device=index.device)
+        return self.weight.new_zeros((1, self.width))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveRows(Edit):
+    """Takes away the rows of an embedding that positions inside attention are made from.
+
+    Attributes:
+        native: whether zeros of its shape stand for it in the state dict, so that stock classes run it; otherwise they
+            refuse it.
+    """
+
+    needs_weights: ClassVar[bool] = True
+    native: bool
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        weight = model.get_submodule(self.path).weight
+        zeros = weight.new_zeros(weight.shape if self.native else SENTINEL_SHAPE).detach()
+        replace_child(model, self.path, NoRows(zeros, weight.shape[1]), saved)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        restore_child(model, self.path, saved)
+
+    def check(self, model: Any) -> str | None:
+        module = model.get_submodule(self.path)
+        empty = isinstance(module, NoRows) and module.is_empty
+        return None if empty else "the rows that native positions are made from are still there"
+
+    def check_loaded(self, model: Any) -> str | None:
+        return not_zero(stored(model.get_submodule(self.path), "weight"))
+
+    def reload(self, model: Any) -> None:
+        """Give a natively loaded model, whose rows are zeros that could be trained, rows that stay zeros."""
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRows(Edit):
+    """Begins a scheme's learned table with the rows from which the same mechanism was made natively.
+
+    Attributes:
+        source: path of the embedding that holds them.
+        carried: path of the scheme's mechanism, whose `table` takes them.
+    """
+
+    source: str
+    carried: str
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        rows, table = model.get_submodule(self.source).weight, model.get_submodule(self.carried).table
+        if not rows.is_meta and not table.is_meta:
+            table.data.copy_(rows.detach())
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Nothing: the mechanism goes as a whole."""
+
+    def check(self, model: Any) -> str | None:
+        """Return None: the rows may have been trained since."""
+        return None
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a scheme inside attention."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.carried}.",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOut(Edit):
+    """Leaves a module out of the model that nothing calls any more; its name keeps its place."""
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        owner, leaf = owner_of(model, self.path)
+        saved["module"] = model.get_submodule(self.path)
+        setattr(owner, leaf, None)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Put the module back, on the device to which the model has moved."""
+        if "module" not in saved:
+            return
+        owner, leaf = owner_of(model, self.path)
+        neighbour = next(owner.parameters())
+        if holds_values(neighbour):
+            saved["module"].to(neighbour.device, neighbour.dtype)
+        setattr(owner, leaf, saved["module"])
+
+    def check(self, model: Any) -> str | None:
+        owner, leaf = owner_of(model, self.path)
+        actual = getattr(owner, leaf, None)
+        return None if actual is None else f"a {type(actual).__name__} is there again"
+
+    def reload(self, model: Any) -> None:
+        """Nothing: the config says it."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
+
+
+def relative_part(model: Any, stack: Stack) -> RelativePart | None:
+    """Return the positions inside the attention of `stack` that are no scheme, or None."""
+    relative = None if stack.spec.traits is None else stack.spec.traits.relative
+    return relative if relative is not None and relative.is_in(config_at(model.config, stack.config)) else None
+
+
+def relative_choice(model: Any, sites: Sites, choice: Any) -> Any:
+    """Return "keep" or "drop" for the relative positions of `model`, or None where it has none.
+
+    Raises:
+        UnsupportedSwapError: `choice` is neither "keep" nor "drop", or the model has none.
+    """
+    if choice not in (None, "keep", "drop"):
+        raise UnsupportedSwapError(f"relative must be 'keep' or 'drop', got {choice!r}.")
+    if any(relative_part(model, stack) is not None for stack in sites.stacks):
+        return choice or "keep"
+    if choice is None:
+        return None
+    raise UnsupportedSwapError(
+        f"relative={choice!r} is for models with relative positions inside attention and a position table (DeBERTa, "
+        f"DeBERTa-v2); {type(model).__name__} has none. Leave it out."
+    )
+
+
+def plan_relative(context: SwapContext) -> PlanDraft:
+    """Plan the relative positions inside attention: they stay, or their modules are removed."""
+    relative = None if context.relative is None else relative_part(context.model, context.stack)
+    if relative is None:
+        return PlanDraft()
+    if context.relative == "keep":
+        return PlanDraft(notes=['Its relative positions stay with the scheme; relative="drop" removes them.'])
+    edits = [_switch_off(context, path, relative.config_name) for path in _paths(context, relative.switches)]
+    for path in _paths(context, relative.weights):
+        before = type(context.model.get_submodule(path)).__name__
+        edits.append(LeaveOut(site="attention", path=path, before=before, after="left out", stack=context.stack.name))
+    return PlanDraft(
+        edits=edits,
+        values={relative.config_name: False},
+        unused=_parameters_left_out(context.model, edits),
+        adaptation="required: the weights have never been without their relative positions",
+    )
+
+
+def _paths(context: SwapContext, patterns: tuple[str, ...]) -> Iterator[str]:
+    root = context.model.get_submodule(context.sites.base)
+    return (join(context.sites.base, path) for pattern in patterns for path in matching(root, pattern))
+
+
+def _parameters_left_out(model: Any, edits: list[Edit]) -> dict[str, int]:
+    """Return the parameters, by name, of what `edits` leave out of `model`: their numbers of elements."""
+    paths = [edit.path for edit in edits if isinstance(edit, LeaveOut)]
+    parameters = ((path, *item) for path in paths for item in model.get_submodule(path).named_parameters())
+    return {f"{path}.{name}": parameter.numel() for path, name, parameter in parameters}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllowAttnImplementation(Edit):
+    """Lets `set_attn_implementation` switch a model between eager and sdpa, and refuse other implementations.
+
+    transformers goes by the source of a class, and logs a warning where that has no interface; these attention modules
+    have been given one. The masks of such classes are for eager code and sdpa at most.
+
+    Attributes:
+        sdpa: whether the masks that the model makes are for sdpa too.
+    """
+
+    sdpa: bool
+
+    def apply(self, model: Any, saved: Saved) -> None:
+        for module in _models(model):
+            let_choose_attention(module, sdpa=self.sdpa)
+
+    def undo(self, model: Any, saved: Saved) -> None:
+        """Take the choice away; the model's own config says how it attended."""
+        for module in _models(model):
+            let_class_choose_attention(module)
+
+    def check(self, model: Any) -> str | None:
+        return None if can_choose_attention(model) else "its attn_implementation cannot be set any more"
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+def plan_attn_implementation(context: SwapContext, edits: list[Edit]) -> PlanDraft:
+    """Return the edit after which the attn_implementation of a model can be set; none where its class already can.
+
+    Args:
+        context: of the model's main stack.
+        edits: that are planned so far.
+    """
+    model, sites = context.model, context.sites
+    given = any(isinstance(edit, AttendThroughInterface) for edit in edits)
+    if not given or len(sites.stacks) > 1 or getattr(model.config, "add_cross_attention", False):
+        return PlanDraft()  # what attends across has the class that it had
+    traits = sites.main.spec.traits
+    if can_choose_attention(model) or traits is None:
+        return PlanDraft()
+    implementations = "only eager" if traits.eager_masks else "eager or sdpa"
+    allow = AllowAttnImplementation(
+        site="attention",
+        path="(model)",
+        before="attends as its class does",
+        after=f"attn_implementation can be set: {implementations}",
+        stack=context.stack.name,
+        sdpa=not traits.eager_masks,
+    )
+    note = (
+        f"set_attn_implementation: {implementations}. The stock class ignores it, with a warning; flash and flex are "
+        "refused."
+    )
+    return PlanDraft(edits=[allow], notes=[note])
+
+
+def _models(model: nn.Module) -> list[Any]:
+    """Return `model` and the models in it that read the same config."""
+    from transformers import PreTrainedModel
+
+    config: Any = model.config
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config]

@@ -2,10 +2,14 @@
 
 Queries are taken in blocks, so that nothing of [Q, K] is ever held at once, and in each block a piece's scores are
 computed only for the keys that it holds.
+
+One query, a step of decoding, takes the fewest calls: it is rotated for all pieces at once, and the keys of each piece,
+which lie side by side, are read where they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.patching.sites.attention.forward_memo import identity_of
-from hf_posswap.patching.sites.attention.one_query import attend_one, turns_of
+from hf_posswap.rope_math import CosSin, rotate
 from hf_posswap.schemes.common.piece import Piece
 from hf_posswap.utils.devices import device_type
 
@@ -298,3 +302,58 @@ def attend_split(
         chances = torch.nn.functional.dropout(chances, p=dropout, training=dropout > 0)
         outs.append(grouped_matmul(chances, value))  # [B, H, q, Dv]
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), chances if weights else None
+
+
+class Turns(NamedTuple):
+    """The rotations of one query for several pieces.
+
+    Attributes:
+        table: of [B or 1, 1, P, R/2]: the pieces stand where tokens do.
+        layout: how rotary pairs lie in a head.
+    """
+
+    table: CosSin
+    layout: Any
+
+
+def turns_of(pieces: Sequence[Piece]) -> Turns:
+    """Return the rotations of the one query that `pieces` are for."""
+    cos, sin = (torch.cat([getattr(piece.query, name) for piece in pieces], dim=2) for name in ("cos", "sin"))
+    return Turns(CosSin(cos, sin), pieces[0].layout)
+
+
+def attend_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    turns: Turns,
+    ranges: Sequence[tuple[Piece, int, int]],
+    mask: Tensor | None,
+    *,
+    scaling: float,
+) -> Tensor:
+    """Return attention of one query [B, 1, H, Dv] whose keys fall into ranges, one after the other.
+
+    Args:
+        query: [B, H, 1, D], not rotated.
+        key: [B, G, K, D], as it is cached.
+        value: [B, G, K, Dv].
+        turns: of the pieces in `ranges`, in their order.
+        ranges: a piece, the first of its keys, and the one after the last.
+        mask: bool (True: attend) or additive, [B or 1, 1, 1, K]; None: all is seen.
+        scaling: multiplies the scores.
+    """
+    groups = value.shape[1]
+    turned = rotate(query.expand(-1, -1, len(ranges), -1), turns.table, turns.layout)  # [B, H, P, D]
+    grouped = turned.unflatten(1, (groups, -1))  # [B, G, H/G, P, D]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores_by_region = [
+        torch.matmul(grouped[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2))
+        for number, (piece, low, high) in enumerate(ranges)
+    ]
+    scores = torch.cat(scores_by_region, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
+    if mask is not None:
+        shown = mask[..., : scores.shape[-1]]
+        scores = scores.masked_fill_(~shown, LOWEST) if mask.dtype == torch.bool else (scores + shown).clamp(min=LOWEST)
+    chances = torch.softmax(scores, dim=-1).to(query.dtype)
+    return torch.matmul(chances, value).flatten(1, 2)[:, None]  # [B, 1, H, Dv]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_posswap import patch_model, swap_plan, unpatch_model
-from hf_posswap.patching.sites.attention.attn_implementation import AllowAttnImplementation
+from hf_posswap.patching.sites.attention.native import AllowAttnImplementation
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.single import words

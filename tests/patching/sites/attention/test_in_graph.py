@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import StaticCache
 
 from hf_posswap import set_backend
-from hf_posswap.patching.sites.attention import in_graph
+from hf_posswap.patching.sites.attention import function
 from hf_posswap.schemes.common.numbered import numbered
 from hf_posswap.schemes.mechanism import Mechanism
 from tests.patching.sites.attention.encoders import swapped_bert
@@ -240,7 +240,7 @@ def test_mixed_precision_is_that_of_a_call(scheme: str, way: str) -> None:
 def test_an_exported_graph_runs_without_this_package() -> None:
     model = swapped(llama, "alibi", {})
     exported = torch.export.export(model, (), {"input_ids": IDS, "use_cache": False}, strict=False)
-    assert in_graph.OPERATOR not in str(exported.graph).replace(".", "::")
+    assert function.OPERATOR not in str(exported.graph).replace(".", "::")
     with torch.no_grad():
         found = exported.module()(input_ids=IDS, use_cache=False).logits
         assert (found - model(IDS, use_cache=False).logits).abs().max() < EXACT

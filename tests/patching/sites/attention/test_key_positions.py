@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from hf_posswap import evict_keys, patch_model, unpatch_model
 from hf_posswap.errors import PosswapError
-from hf_posswap.patching.sites.attention import key_positions
+from hf_posswap.patching.sites.attention import cached_keys
 from hf_posswap.schemes import schemes_for
 from tests.contract.models import build
 from tests.contract.others import ALL
@@ -585,7 +585,7 @@ def test_each_copy_of_the_code_makes_as_many_classes() -> None:
     """Each checkpoint with code of its own brings a copy of this module."""
     counts, copies = [], []
     for number in range(4):
-        spec = importlib.util.spec_from_file_location(f"copy_{number}_of_key_positions", key_positions.__file__)
+        spec = importlib.util.spec_from_file_location(f"copy_{number}_of_key_positions", cached_keys.__file__)
         assert spec is not None
         assert spec.loader is not None
         copied = importlib.util.module_from_spec(spec)

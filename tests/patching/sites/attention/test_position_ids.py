@@ -20,7 +20,7 @@ from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of, locate
 from hf_posswap.patching.inspect.describe import stand_ins
-from hf_posswap.patching.sites.attention.position_ids import PassPositionIds
+from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.schemes import schemes_for
 from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model

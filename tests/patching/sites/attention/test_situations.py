@@ -322,11 +322,11 @@ def test_a_compiled_padded_model_is_one_graph(taken: list[str]) -> None:
 
 
 def test_a_mask_is_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posswap.patching.sites.attention import request
+    from hf_posswap.patching.sites.attention import backends
 
     read = []
-    real = request.segments_of
-    monkeypatch.setattr(request, "segments_of", lambda *args: read.append(args) or real(*args))
+    real = backends.segments_of
+    monkeypatch.setattr(backends, "segments_of", lambda *args: read.append(args) or real(*args))
     model = swapped(llama, "alibi", {})
     set_backend(model, "row")
     with torch.no_grad():

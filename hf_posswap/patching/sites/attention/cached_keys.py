@@ -1,4 +1,4 @@
-"""Where the keys of a cache stand: kept on a layer of the cache itself, and changed with its rows.
+"""What a cache holds of the keys: in which form, at which positions, and how some are evicted with their positions.
 
 One layer of a cache keeps the positions of all tokens that the cache has seen, for all its layers, which hold the same
 tokens. It is made an instance of a subclass of its own class whose operations on rows (beams, repeated prompts) act on
@@ -17,22 +17,25 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import keep_address, version_of
-from hf_posswap.compat.transformers_cache import cache_layer_class, quantized_keys
+from hf_posswap.compat.transformers_cache import (
+    cache_layer_class,
+    is_growing_layer,
+    quantized_keys,
+    self_attention_cache,
+)
 from hf_posswap.errors import PosswapError
+from hf_posswap.schemes.common.piece import Keys
+from hf_posswap.schemes.mechanism import Mechanism
 
 UNKNOWN = (
     "What works: fill the cache by this model from its first token on, or pass the whole text at once "
     "(use_cache=False)."
 )
-
-
 BEHIND = (
     "keys were evicted from this cache, and the new tokens stand at {first} and so on, not behind the kept keys, the "
     "last of which stands at {last}. The model counts the kept keys alone, so tell it: pass position_ids that go on "
     "from the last token before. generate makes position ids of its own: call the model in a loop."
 )
-
-
 CHANGED = (
     "the keys of layer {layer} of this cache were replaced by other means than the cache's own methods{shapes}. Where "
     "the keys that are left stand is not known, and this scheme needs it, so the result would be wrong. What works: "
@@ -41,10 +44,29 @@ CHANGED = (
     "batch_select_indices, batch_repeat_interleave, reset); the first keys alone, as a view (layer.keys = "
     "layer.keys[:, :, :n]); or, of all keys, other values in the same places, written in place (layer.keys.copy_)."
 )
-
-
 _CLASSES: dict[type, type] = {}
 """The classes that keep positions, by the class of transformers that each is of."""
+
+
+def keys_of(cache: Any, layer: int | None, mechanism: Mechanism, device: torch.device) -> Keys:
+    """Return the form in which layer `layer` of `cache` stores keys.
+
+    Copies cost memory and the time to move it; one key for each token costs rotating the near ones, which is known only
+    on a CPU without compilation. The form that a layer already has is kept: some caches get their shape, that of one
+    key a token, before the first key.
+    """
+    if cache is None or not mechanism.stores_rotated_keys or not (mechanism.rotates or mechanism.keys_per_token > 1):
+        return "raw"
+    if mechanism.rotates:  # `layer` is not looked at: layers that are compiled one by one then share a graph
+        return "rotated"
+    single: Keys = "far" if mechanism.turns_on else "raw"
+    layers = getattr(cache, "layers", ())
+    cache_layer = layers[layer] if layer is not None and layer < len(layers) else None
+    keys = getattr(cache_layer, "keys", None)
+    if keys is not None and keys.dim() == 4:
+        return single if keys.shape[-1] == mechanism.head_dim else "copies"
+    grows = not hasattr(cache_layer, "max_cache_len") and not torch.compiler.is_compiling()
+    return "far" if mechanism.turns_on and grows and device.type == "cpu" else "copies"
 
 
 class PositionedLayer:
@@ -391,3 +413,129 @@ def _same_rows(known: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             f"own methods (reorder_cache, batch_repeat_interleave, batch_select_indices). {UNKNOWN}"
         )
     return known.expand(rows, -1), query.expand(rows, -1)
+
+
+def evict_keys(cache: Any, keep: Tensor) -> None:
+    """Keep some keys and values of a cache, the same in all layers and heads, and remove the others.
+
+    Plain eviction (`layer.keys = layer.keys[:, :, keep]`) leaves wrong positions for schemes that need those of keys,
+    such as alibi, t5 and self_extend, which then refuse the cache. This function removes the positions too. For schemes
+    whose keys carry their positions, such as rope, and for stock models it equals plain eviction.
+
+    From then on the model counts only the remaining keys, so pass the `position_ids` of new tokens, and an
+    `attention_mask` with one column for each kept key and new token. Code of a stock class that uses the index of a
+    key, such as the mask of a sliding window, treats the kept keys as neighbours, as it does after plain eviction.
+
+    Args:
+        cache: a `DynamicCache`, or the self-attention cache of an `EncoderDecoderCache`; it is changed in
+            place.
+        keep: which keys stay: their indices in the cache, ascending, [K], or [B, K] with other ones for each row; or
+            bool [T], True for each of T keys that stays.
+
+    Raises:
+        PosswapError: `keep` does not fit the cache; the cache holds no tokens, or not as growing layers of full
+            attention; or its keys were replaced before.
+
+    Example:
+        >>> import torch
+        >>> from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import evict_keys, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> model = patch_model(model.eval(), "alibi")
+        >>> cache = DynamicCache()
+        >>> out = model(torch.arange(8)[None], cache)
+        >>> evict_keys(cache, torch.tensor([0, 1, 5, 6, 7]))  # attention sinks, and the last tokens
+        >>> out = model(torch.tensor([[8]]), cache, position_ids=torch.tensor([[8]]))
+        >>> cache.get_seq_length(), tuple(out.logits.shape)
+        (6, (1, 1, 11))
+    """
+    layers = _layers(cache)
+    rows, length = layers[0].keys.shape[0], layers[0].keys.shape[-2]
+    index = _index(keep, rows, length)
+    kept = [(_selected(layer.keys, index), _selected(layer.values, index)) for layer in layers]
+    positions = [_selected_positions(getattr(layer, "posswap_positions", None), index) for layer in layers]
+    self_cache = self_attention_cache(cache)
+    for number, ((keys, values), at) in enumerate(zip(kept, positions, strict=True)):
+        layer = evictable_layer(self_cache, number)
+        layer.keys, layer.values = keys, values
+        layer.posswap_positions, layer.posswap_is_evicted = at, True
+        layer.keep_keys(intact=True)
+
+
+def _layers(cache: Any) -> list[Any]:
+    """Return the layers of a cache, whose keys can be chosen from.
+
+    Raises:
+        PosswapError: they cannot.
+    """
+    layers = getattr(self_attention_cache(cache), "layers", None)
+    if not isinstance(layers, list) or not layers or getattr(layers[0], "keys", None) is None:
+        raise PosswapError(
+            f"evict_keys was given a {type(cache).__name__} that holds no tokens in layers. What works: a DynamicCache "
+            "that a forward has filled."
+        )
+    for number, layer in enumerate(layers):
+        native = getattr(layer, "native_class", type(layer))
+        if not is_growing_layer(native):
+            raise PosswapError(
+                f"evict_keys: layer {number} of this cache is a {native.__name__}, whose keys have places of their own "
+                "(a static cache), follow a window, or are not kept as they are. What works: a DynamicCache without "
+                "sliding layers (DynamicCache(), passed to the first forward) and a model of full attention."
+            )
+        if getattr(layer, "keys", None) is None or layer.keys.shape[-2] != layers[0].keys.shape[-2]:
+            raise PosswapError(
+                f"evict_keys: layer {number} of this cache does not hold as many keys as layer 0. Evict after a whole "
+                "forward, from all layers at once."
+            )
+        if hasattr(layer, "posswap_keys") and not is_intact(layer):
+            raise PosswapError(CHANGED.format(layer=number, shapes=""))
+        known = getattr(layer, "posswap_positions", None)
+        if known is not None and known.shape[1] < layer.keys.shape[-2]:
+            raise PosswapError(
+                f"evict_keys: the cache holds {layer.keys.shape[-2]} tokens, and where they stand is known of "
+                f"{known.shape[1]} alone. {UNKNOWN}"
+            )
+    return layers
+
+
+def _index(keep: Any, rows: int, length: int) -> Tensor:
+    """Return the indices of the keys that stay, [1, K] or [B, K].
+
+    Args:
+        keep: as `evict_keys` takes it.
+        rows: B.
+        length: T, keys in the cache.
+
+    Raises:
+        PosswapError: it does not fit.
+    """
+    expected = f"indices [K] or [{rows}, K], ascending, of the {length} keys in the cache, or bool [{length}]"
+    if not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex():
+        raise PosswapError(f"evict_keys: keep is {type(keep).__name__}; give a tensor: {expected}.")
+    if keep.dtype == torch.bool:
+        if keep.shape != (length,):
+            raise PosswapError(f"evict_keys: keep is bool {list(keep.shape)}; give {expected}.")
+        keep = keep.nonzero()[:, 0]
+    index = keep[None] if keep.dim() == 1 else keep
+    if index.dim() != 2 or len(index) not in (1, rows) or not index.shape[1]:
+        raise PosswapError(f"evict_keys: keep has shape {list(keep.shape)}; give {expected}, at least one of them.")
+    ascending = bool((index[:, 1:] > index[:, :-1]).all())
+    if not ascending or int(index.min()) < 0 or int(index.max()) >= length:
+        raise PosswapError(f"evict_keys: keep is {keep.tolist()}; give {expected}, each once.")
+    return index.long()
+
+
+def _selected(states: Tensor, index: Tensor) -> Tensor:
+    """Return the keys or values at `index` [1 or B, K] of `states` [B, G, T, D]."""
+    index = index.to(states.device)
+    if len(index) == 1:
+        return states.index_select(2, index[0])
+    return states.gather(2, index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def _selected_positions(positions: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return those of `positions` [1 or B, T] at `index` [1 or B, K]; None: this layer keeps none."""
+    if positions is None:
+        return None
+    index, rows = index.to(positions.device), max(len(positions), len(index))
+    return positions.expand(rows, -1).gather(1, index.expand(rows, -1))
