@@ -19,8 +19,7 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import Runtime, native_class, run_by
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.patching.sites.embedding.blended_table import BlendedTable
-from hf_posswap.patching.sites.embedding.table_edits import BlendTable
+from hf_posswap.patching.sites.embedding.table_edits import BlendedTable, BlendTable
 from hf_posswap.schemes.blend import Blend
 
 

@@ -21,8 +21,7 @@ from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord, native_config, native_config_class
 from hf_posswap.patching.sites.rotary.edits import RebuildRotary
-from hf_posswap.patching.sites.rotary.matching import keeps, matches, turns_nothing
-from hf_posswap.patching.sites.rotary.modules import rebuilt
+from hf_posswap.patching.sites.rotary.modules import keeps, matches, rebuilt, turns_nothing
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.utils.format import said_by
 

@@ -37,8 +37,7 @@ from hf_posswap.patching.sites.attention.native import (
 )
 from hf_posswap.patching.sites.attention.plan import plan_attention, plan_longer_masks
 from hf_posswap.patching.sites.attention.positions import plan_position_ids, plan_unclaimed_ids
-from hf_posswap.patching.sites.embedding.fitting import fitted
-from hf_posswap.patching.sites.embedding.plan import plan_embedding, plan_saved_tables
+from hf_posswap.patching.sites.embedding.plan import fitted, plan_embedding, plan_saved_tables
 from hf_posswap.patching.sites.rotary.plan import plan_rotary
 from hf_posswap.schemes.base import Scheme, make_scheme, names_one_scheme, scheme_class
 from hf_posswap.schemes.blend import Blend

@@ -16,7 +16,7 @@ from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.native import CopyRows, native_scheme
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable, rows_name
 from hf_posswap.patching.sites.rotary.edits import NeutraliseRotary, RebuildRotary
-from hf_posswap.patching.sites.rotary.matching import matches_within
+from hf_posswap.patching.sites.rotary.modules import matches_within
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import Layered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -19,11 +20,53 @@ from hf_posswap.patching.edits.placeholder import NoPositions
 from hf_posswap.patching.edits.restore import replace_child, restore_child
 from hf_posswap.patching.edits.stock_weights import holds, not_rows, not_zero
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
-from hf_posswap.patching.sites.embedding.blended_table import BlendedTable
-from hf_posswap.patching.sites.embedding.fitting import unfitted
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.table import TableScheme
+
+
+class BlendedTable(nn.Module):
+    """Replaces a position table: returns its rows with weight 1 - w plus a new table's rows with weight w.
+
+    In the state dict the old table is `old` and the new one `new`. A single zero as `weight` makes the native class
+    fail to load it with a size mismatch, instead of using the old table unchanged.
+
+    Args:
+        native: the table's module; its own forward does the look-up.
+        new: rows of the new table from position 0 on, [P, E], a parameter if they are trained; None: there is none.
+        share: w, in [0, 1].
+        offset: rows of the old table before position 0.
+    """
+
+    native: nn.Embedding
+    weight: Tensor
+    new: Tensor | None
+
+    def __init__(self, native: nn.Embedding, new: Tensor | None, share: float, offset: int) -> None:
+        super().__init__()
+        self.__dict__["native"] = native  # not a child: its weight is `old`
+        self.old, self.share, self.offset = native.weight, share, offset
+        self.register_buffer("weight", native.weight.new_zeros(SENTINEL_SHAPE).detach())
+        if isinstance(new, nn.Parameter):
+            self.new = new
+        else:
+            self.register_buffer("new", new)
+
+    def blended(self) -> Tensor:
+        """Return the blended rows, [offset + P, E]."""
+        if self.share == 0:
+            return self.old
+        old = (1 - self.share) * self.old
+        if self.new is None:
+            return old
+        return torch.cat((self.old[: self.offset], old[self.offset :] + self.share * self.new))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the result of the table's own module for these arguments, with the blended rows."""
+        return torch.func.functional_call(self.native, {"weight": self.blended()}, args, kwargs)
+
+    def extra_repr(self) -> str:
+        return f"share={self.share:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,3 +332,16 @@ class SaveKeys(Edit):
     @property
     def touches(self) -> tuple[str, ...]:
         return ()
+
+
+def unfitted(table: Any, old: Tensor, fit: Callable[[Tensor], Any]) -> str | None:
+    """Return why the resolved `table` cannot replace `old` [P, E] yet, because `old` has no values; or None.
+
+    Args:
+        table: a scheme.
+        old: the table that it replaces.
+        fit: returns `table` fitted to a table of that shape.
+    """
+    if holds_values(old) or table == fit(torch.ones(old.shape, dtype=old.dtype)):
+        return None
+    return f"{table} needs a value from the old table's weights, and this model's are on meta or fake."

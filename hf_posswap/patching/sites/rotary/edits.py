@@ -16,9 +16,14 @@ from hf_posswap.patching.edits.continuous_batching import (
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import replace_child, restore_child
 from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
-from hf_posswap.patching.sites.rotary.matching import matches, turns_nothing
-from hf_posswap.patching.sites.rotary.modules import KeepAngles, NeutralRotary, rebuilt
-from hf_posswap.patching.sites.rotary.native_config import with_real_dtype
+from hf_posswap.patching.sites.rotary.modules import (
+    KeepAngles,
+    NeutralRotary,
+    matches,
+    rebuilt,
+    turns_nothing,
+    with_real_dtype,
+)
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 

@@ -1,17 +1,37 @@
-"""Replacements of a native rotary module: an identity rotation, or a new module whose angles survive casts."""
+"""A native rotary module: its replacements, the rope parameters in its config, and what it is compared with."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.transformers_rotary import rope_function
 from hf_posswap.errors import PosswapError
+from hf_posswap.families.measuring import rounds
+from hf_posswap.families.rope_config import buffer_name, config_at, factor_of, inv_freq_names, parameters_of, rope_sets
+from hf_posswap.families.sites import Stack
+from hf_posswap.geometry import Geometry
+from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
+from hf_posswap.schemes.rope import RotaryScheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+RopeValues = dict[str, dict[str, Any]]
+"""Rope parameters by layer type; see `families.rope_config`."""
+
+# keys that rope types may set; every other key (mrope_section, ...) belongs to the model and is kept
+_ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
+    "truncate",
+}  # fmt: skip
 
 
 class NeutralRotary(nn.Module):
@@ -123,3 +143,162 @@ def rebuilt(module: nn.Module, config: PreTrainedConfig) -> nn.Module:
     """Return a new rotary module of the class of `module`, on the CPU, for `config`; `module` is not changed."""
     with torch.device("cpu"):
         return type(module)(config)
+
+
+def follows_config(module: nn.Module, config: PreTrainedConfig) -> bool:
+    """Return whether a rotary module rebuilt from `config` has the frequencies of `module`; on meta, the shape.
+
+    Some families build it from an altered copy of the config; those must not be rebuilt from the config itself.
+    """
+    new = rebuilt(module, config)
+    for name in inv_freq_names(new):
+        actual, expected = getattr(module, name, None), getattr(new, name)
+        if actual is None or not rounds(actual, expected):  # a model that was cast has lost digits
+            return False
+    return True
+
+
+def matches(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str = "") -> bool:
+    """Return whether a rebuilt rotary `module` has the frequencies and factor of `scheme`; on meta, the shape only."""
+    within = matches_within(module, scheme, geometry, rope_set)
+    return within and _matches_beyond(module, scheme, geometry, rope_set)
+
+
+def matches_within(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str = "") -> bool:
+    """Return whether rotary `module` matches `scheme` within the original length; on meta, the shape only."""
+    restore_angles(module)
+    frequencies = scheme.angles(geometry)
+    name = buffer_name(rope_set)
+    # a length-dependent module has the angles of the last length that it saw
+    original = name.replace("inv_freq", "original_inv_freq") if scheme.length_dependent else name
+    actual: Tensor = getattr(module, original, getattr(module, name))
+    same_shape = actual.shape == frequencies.inv_freq.shape
+    return bool(
+        scheme.only_rotates
+        and same_shape
+        and (not holds_values(actual) or torch.allclose(actual.float().cpu(), frequencies.inv_freq, rtol=1e-5, atol=0))
+        and abs(factor_of(module, rope_set) - frequencies.attention_factor) < 1e-6
+    )
+
+
+def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry, rope_set: str) -> bool:
+    """Return whether stock transformers computes the frequencies of `scheme` past the original length as well."""
+    if not scheme.length_dependent:
+        return True
+    config: Any = module.config
+    length = 3 * geometry.original_length
+    rope_type = parameters_of(config, rope_set)["rope_type"]
+    stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
+    return torch.allclose(stock, scheme.angles(geometry, torch.tensor([length])).inv_freq, rtol=1e-5, atol=0)
+
+
+def turns_nothing(module: nn.Module) -> bool:
+    """Return whether a rebuilt rotary `module` rotates nothing; True if it has no values."""
+    buffers: list[Tensor] = [getattr(module, name) for name in inv_freq_names(module)]
+    return all(not holds_values(buffer) or not bool(buffer.any()) for buffer in buffers)
+
+
+def running(old: nn.Module, current: Any, config: Any) -> nn.Module | None:
+    """Return a new rotary module of the class of `old` for `config`; None if it cannot be built or does not run.
+
+    Args:
+        old: a module of the model.
+        current: its config; if the probe fails with this one too, the failure is ignored.
+        config: the new one.
+    """
+    try:
+        _probe(rebuilt(old, current))
+    except Exception:  # arbitrary model code
+        return rebuilt(old, config)
+    try:
+        new = rebuilt(old, config)
+        _probe(new)
+    except Exception:  # arbitrary model code, written for other rope parameters
+        return None
+    return new
+
+
+def _probe(module: nn.Module) -> None:
+    wanted = inspect.signature(type(module).forward).parameters
+    for name in rope_sets(module):
+        given = {"layer_type": name} if "layer_type" in wanted and name else {}
+        module(torch.zeros(1, 2, 8, device="cpu"), torch.arange(2, device="cpu")[None], **given)
+
+
+def same_widths(module: nn.Module, old: nn.Module) -> bool:
+    """Return whether two rotary modules rotate the same number of pairs in each of their sets."""
+    widths, before = ({n: getattr(m, n).shape[-1] for n in inv_freq_names(m)} for m in (module, old))
+    return widths == before
+
+
+def keeps(module: nn.Module, old: nn.Module, config: Any, layer_types: tuple[str, ...]) -> bool:
+    """Return whether a rebuilt rotary `module` equals the `old` one for all layer types except `layer_types`."""
+    before = rebuilt(old, config)
+    others = [name for name in rope_sets(old) if name not in layer_types]
+    return all(
+        torch.equal(getattr(module, buffer_name(name)), getattr(before, buffer_name(name)))
+        and factor_of(module, name) == factor_of(before, name)
+        for name in others
+    )
+
+
+def with_rope(config: Any, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the `rope_parameters` of `config` with the rope keys of the sets in `values` replaced.
+
+    Args:
+        config: the sub-config that has them.
+        values: new rope keys, by the name of their set; the model's own keys, and the other sets, are kept.
+    """
+    changed = {}
+    for name, given in values.items():
+        old = parameters_of(config, name)
+        # the attention of Ministral 3 and similar models scales queries by it, whatever the rope type
+        kept = _ROPE_KEYS - ({"original_max_position_embeddings"} if "llama_4_scaling_beta" in old else set())
+        changed[name] = {key: value for key, value in old.items() if key not in kept} | given
+    return changed[""] if "" in changed else copy.deepcopy(config.rope_parameters) | changed
+
+
+def trial_config(
+    config: PreTrainedConfig, path: str, values: dict[str, dict[str, Any]], length: int
+) -> PreTrainedConfig:
+    """Return a copy of `config` whose sub-config at `path` has these rope parameters and this length."""
+    trial = copy.deepcopy(config)
+    text = config_at(trial, path)
+    text.max_position_embeddings = length
+    text.rope_parameters = with_rope(text, values)
+    text.standardize_rope_params()
+    return with_real_dtype(trial, text)
+
+
+def with_real_dtype(config: Any, subconfig: Any) -> Any:
+    """Return `config` with a torch dtype in it and in its `subconfig`, where saving has left a name."""
+    for target in (config, subconfig):
+        if isinstance(target.dtype, str):
+            target.dtype = getattr(torch, target.dtype)
+    return config
+
+
+def read_back(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return `config` as read back from a checkpoint; None: its class refuses to read it."""
+    try:
+        return type(config).from_dict(config.to_dict())
+    except Exception:  # config validators may raise anything
+        return None
+
+
+def says(config: Any, values: dict[str, dict[str, Any]]) -> bool:
+    """Return whether `config` still has `values` after transformers has standardised it: some models override them."""
+    actual = {name: parameters_of(config, name) for name in values}
+    return all(actual[name].get(key) == value for name, given in values.items() for key, value in given.items())
+
+
+def refused_values(model: Any, stack: Stack, layer_types: tuple[str, ...]) -> dict[str, Any]:
+    """Return config values, by path, that stock transformers refuses, for identity rotations."""
+    config = config_at(model.config, stack.config)
+    refused = {name: {"rope_type": POSSWAP_ROPE_TYPE, "rope_theta": base_of(config, name)} for name in layer_types}
+    return {f"{stack.config}.rope_parameters".lstrip("."): with_rope(config, refused)}
+
+
+def base_of(config: Any, layer_type: str) -> float:
+    """Return theta of the layers of one type."""
+    return float(parameters_of(config, layer_type).get("rope_theta") or 10000.0)

@@ -1,16 +1,46 @@
-"""Planning the rotary site: frequencies from a stock config, or the identity rotation."""
+"""Planning the rotary site: frequencies from a stock config, or the identity rotation.
+
+Whether a stock config can express a scheme is determined by building modules from that config.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_compatibility import POSITIONS_ELSEWHERE
+from hf_posswap.families.sites import Stack
 from hf_posswap.patching.edits.context import PlanDraft, SwapContext
-from hf_posswap.patching.edits.settings import setting_edits
+from hf_posswap.patching.edits.settings import Scalar, setting_edits, settings_to_follow
+from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.sites.rotary.edits import KeepRotary, NeutraliseRotary, RebuildRotary
-from hf_posswap.patching.sites.rotary.native_config import refused_values
-from hf_posswap.patching.sites.rotary.native_swap import NativeSwap, kept_layers, native_swap
+from hf_posswap.patching.sites.rotary.modules import (
+    RopeValues,
+    base_of,
+    follows_config,
+    keeps,
+    matches,
+    read_back,
+    refused_values,
+    running,
+    same_widths,
+    says,
+    trial_config,
+    turns_nothing,
+    with_real_dtype,
+)
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.rope import RotaryScheme
 
 
 def plan_rotary(context: SwapContext) -> PlanDraft:
@@ -115,3 +145,140 @@ def _keep(context: SwapContext) -> PlanDraft:
 def _before(context: SwapContext) -> str:
     g = context.geometry
     return f"rope, theta {g.base:g}, {g.rotary_dim} of {g.head_dim} dims"
+
+
+@dataclass(frozen=True)
+class NativeSwap:
+    """A scheme as expressed by a stock config.
+
+    Attributes:
+        trial: the whole config of the swapped model.
+        settings: attributes outside the rotary modules that change with that config: path, name, old, new.
+        values: changed config values, by path.
+        notes: for the plan.
+    """
+
+    trial: Any
+    settings: list[tuple[str, str, Scalar, Scalar]]
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> NativeSwap | None:
+    """Return how a stock config expresses `scheme` in a stack of a rotary model; None if none does.
+
+    Raises:
+        UnsupportedSwapError: a rotary module of the model does not match the model's config.
+    """
+    for values in _candidates(model, stack, scheme):
+        if not runs_longrope_by_layer_type() and any(
+            kind and r["rope_type"] == "longrope" for kind, r in values.items()
+        ):
+            continue  # this release of transformers stops at the second text beyond the original length
+        reach = _native_length(stack, values, length)
+        trial = trial_config(model.config, stack.config, values, reach)
+        config = config_at(trial, stack.config)
+        read = read_back(trial)
+        if read is None or not says(config_at(read, stack.config), values):
+            continue  # it could be set, but not loaded again
+        if not says(config, values) or not _all_follow(model, stack, scheme, config):
+            continue
+        settings = _settings(model, stack, trial)
+        if settings is None or any(_is_width(model.get_submodule(change[0]), *change[1:]) for change in settings):
+            continue
+        prefix = f"{stack.config}." if stack.config else ""
+        changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": config.rope_parameters}
+        return NativeSwap(trial, settings, changed, kept_layers(stack, tuple(values)))
+    return None
+
+
+def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
+    """Return the settings that change with the config `trial`; None if its model cannot be built."""
+    try:
+        with torch.device("meta"), without_initialising():
+            current = copy.deepcopy(model.config)
+            current = with_real_dtype(current, config_at(current, stack.config))
+            before, after = build_native(model, current), build_native(model, trial)
+    except Exception:  # arbitrary model code, written for other rope parameters
+        return None
+    return settings_to_follow(model, before, after, stack.rotary)
+
+
+def _is_width(module: nn.Module, name: str, old: Any, new: Any) -> bool:
+    """Return whether a setting is a rotary width that is read: attention would then split its heads differently."""
+    whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
+    return whole and any(fragment in name for fragment in ("rot", "dim", "head_size")) and _reads(type(module), name)
+
+
+def _reads(cls: type, name: str) -> bool:
+    """Return whether any method of `cls` except its constructor may read the attribute `name` of an instance."""
+    methods = [value for owner in cls.__mro__ if owner is not nn.Module for value in vars(owner).values()]
+    methods = [inspect.unwrap(method) for method in methods if callable(method)]
+    codes = [getattr(method, "__code__", None) for method in methods if getattr(method, "__name__", "") != "__init__"]
+    return any(code is not None and name in code.co_names for code in codes)
+
+
+def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
+    """Return candidate rope parameters for the scheme, the most natural first."""
+    if not scheme.acts_inside:
+        config = config_at(model.config, stack.config)
+        still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
+        plain = {name: still | {"rope_theta": base_of(config, name)} for name in stack.rope_layer_types}
+        scaled = {
+            name: values | {"factor": 1.0} for name, values in plain.items()
+        }  # some models read a factor for every type
+        return [plain, scaled]
+    if not isinstance(scheme, RotaryScheme) or scheme.layout != (stack.geometry.layout or scheme.layout):
+        return []
+    values = scheme.native_rope(stack.geometry)
+    if values is None:
+        return []
+    partial: dict[str, Any] = {"partial_rotary_factor": scheme.filled("partial")}
+    wide = values | partial  # some models read it, some have it elsewhere
+    listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # the only form in Phi-3's config
+    if listed is not None and scheme.filled("partial") < 1:
+        listed |= partial  # without it, transformers logs that it expects a number for each pair of a whole head
+    return [dict.fromkeys(stack.full_attention_types, rope) for rope in (values, wide, listed) if rope is not None]
+
+
+def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
+    """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
+    follows = any(rope["rope_type"] == "dynamic" for rope in values.values())
+    return stack.geometry.original_length if follows else length
+
+
+def _all_follow(model: Any, stack: Stack, scheme: Scheme, config: Any) -> bool:
+    """Return whether every rotary module of the stack, built from the sub-config `config`, matches the scheme."""
+    current = config_at(model.config, stack.config)
+    for path in stack.rotary:
+        old: nn.Module = model.get_submodule(path)
+        if not follows_config(old, current):
+            raise UnsupportedSwapError(
+                f"{path} does not follow the model's config (a new one built from it has other frequencies), "
+                "so it cannot be rebuilt from another config."
+            )
+        new = running(old, current, config)
+        if new is None:
+            return False
+        if not scheme.acts_inside:
+            if not turns_nothing(new) or not same_widths(new, old):
+                return False
+            continue
+        assert isinstance(scheme, RotaryScheme)
+        turned = all(matches(new, scheme, stack.geometry, name) for name in stack.full_attention_types)
+        if not turned or not keeps(new, old, current, stack.full_attention_types):
+            return False
+    return True
+
+
+def kept_layers(stack: Stack, layer_types: tuple[str, ...]) -> tuple[str, ...]:
+    """Return notes on layers without rotation, and on layers that keep theirs because they are not in `layer_types`."""
+    notes, others = [], [name for name in stack.rope_layer_types if name not in layer_types]
+    if others:
+        notes.append(
+            f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "
+            f"context depends on {', '.join(layer_types)}."
+        )
+    if stack.nope_layers:
+        notes.append(f"Layers without rotation stay as they are: {', '.join(map(str, stack.nope_layers))}.")
+    return tuple(notes)
