@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from hf_posswap import Blend, Learned, patch_model, verify_swap
-from hf_posswap.patching.edits.placeholder import NoPositions
+from hf_posswap.patching.edits.removed_table import NoPositions
 from tests.contract.pairs import Pair, words
 
 LEARNED = (

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.offload import OffloadAgain
+from hf_posswap.patching.edits.restore import OffloadAgain
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 

@@ -18,9 +18,8 @@ from hf_posswap.patching.apply.guard import changing
 from hf_posswap.patching.apply.structure import check_structure, check_untouched, fingerprint, unread_record
 from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
-from hf_posswap.patching.edits.context import RelativeChoice, SiteChoice
-from hf_posswap.patching.edits.edit import Saved
-from hf_posswap.patching.edits.offload import bring_into_memory, offloaded_tables
+from hf_posswap.patching.edits.edit import RelativeChoice, Saved, SiteChoice
+from hf_posswap.patching.edits.restore import bring_into_memory, offloaded_tables
 from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
 from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts

@@ -12,7 +12,7 @@ from hf_posswap.compat.torch_fake import without_fake_mode
 from hf_posswap.compat.transformers_models import fill_weights, is_initialised, mark_initialised
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.apply.patch_model import apply_plan
-from hf_posswap.patching.edits.placeholder import NoPositions
+from hf_posswap.patching.edits.removed_table import NoPositions
 from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan

@@ -1,14 +1,15 @@
-"""The base of edits: one change of one model, with its description, apply, undo and check in one place."""
+"""The base of edits: one change of one model each, how it is written as JSON, and what its planning takes and gives."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from hf_posswap.patching.edits.codec import from_plain, to_plain
-from hf_posswap.schemes.base import Scheme
+from hf_posswap.families.sites import Sites, Stack
+from hf_posswap.geometry import Geometry
+from hf_posswap.schemes.base import Scheme, make_scheme
 
 Site = Literal["embedding", "rotary", "attention", "config"]
 Saved = dict[str, Any]
@@ -16,6 +17,48 @@ Saved = dict[str, Any]
 
 EDITS: dict[str, type[Edit]] = {}
 """Every type of edit by class name."""
+SiteChoice = Literal["auto", "attention"]
+RelativeChoice = Literal["keep", "drop"]
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` as JSON.
+
+    Example:
+        >>> to_plain((1, "a"))
+        {'$tuple': [1, 'a']}
+    """
+    if isinstance(value, Scheme):
+        return {"$scheme": value.to_dict()}
+    if isinstance(value, Geometry):
+        return {"$geometry": to_plain(dataclasses.asdict(value))}
+    if isinstance(value, tuple):
+        return {"$tuple": [to_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return value
+
+
+def from_plain(value: Any) -> Any:
+    """Return the value that `to_plain` encoded.
+
+    Example:
+        >>> from_plain({"$tuple": [1, "a"]})
+        (1, 'a')
+    """
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$scheme" in value:
+        return make_scheme(value["$scheme"])
+    if "$geometry" in value:
+        return Geometry(**from_plain(value["$geometry"]))
+    if "$tuple" in value:
+        return tuple(from_plain(item) for item in value["$tuple"])
+    return {key: from_plain(item) for key, item in value.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +136,79 @@ class Edit(ABC):
         """Return the edit that `to_dict` wrote."""
         fields = {name: from_plain(value) for name, value in values.items() if name != "edit"}
         return EDITS[values["edit"]](**fields)
+
+
+@dataclass(frozen=True)
+class SwapContext:
+    """The input of planning a site.
+
+    Attributes:
+        model: the transformers model, which is read and never changed; it may be on meta.
+        sites: where its positions are.
+        stack: the stack to plan.
+        scheme: its new scheme, resolved.
+        length: positions that the swapped model is meant for, in tokens.
+        site: "auto" expresses the swap natively where it can be; "attention" always applies it inside attention.
+        relative: whether to keep or drop relative positions that no scheme expresses; None: there are none.
+    """
+
+    model: Any
+    sites: Sites
+    stack: Stack
+    scheme: Scheme
+    length: int
+    site: SiteChoice = "auto"
+    relative: RelativeChoice | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """The shape of the stack, as the scheme sees it."""
+        return self.stack.geometry
+
+    @property
+    def replaced_types(self) -> tuple[str, ...]:
+        """The layer types whose native rotation the scheme replaces.
+
+        A scheme that rotates q and k replaces it in layers that see all tokens; any other, in all rotary layers.
+        """
+        rotates = self.scheme.acts_inside and self.scheme.mechanism(self.geometry).turns
+        return self.stack.full_attention_types if rotates else self.stack.rope_layer_types
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in messages."""
+        return type(self.model).__name__
+
+
+@dataclass
+class PlanDraft:
+    """The result of one planning step; see `SwapPlan`.
+
+    Attributes:
+        edits: in order.
+        values: config values by path.
+        unused: disabled parameters by name, with their numbers of elements.
+        added: new parameters by name, with their numbers of elements.
+        notes: worth knowing.
+        plugin: whether no stock config can express the swap.
+        adaptation: the training that the model will need; "": unknown to this step.
+    """
+
+    edits: list[Edit] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+    added: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    plugin: bool = False
+    adaptation: str = ""
+
+    def __add__(self, other: PlanDraft) -> PlanDraft:
+        return PlanDraft(
+            edits=self.edits + other.edits,
+            values=self.values | other.values,
+            unused=self.unused | other.unused,
+            added=self.added | other.added,
+            notes=self.notes + other.notes,
+            plugin=self.plugin or other.plugin,
+            adaptation=self.adaptation or other.adaptation,
+        )

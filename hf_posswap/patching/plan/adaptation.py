@@ -11,7 +11,7 @@ from hf_posswap.compat.torch_fake import without_fake_mode
 from hf_posswap.compat.torch_random import PrivateRandomness
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.context import SwapContext
+from hf_posswap.patching.edits.edit import SwapContext
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import training_of

@@ -12,10 +12,8 @@ from torch import Tensor
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.sites import Sites, TokenTable
-from hf_posswap.patching.edits.buffers import GrowMask, ResizeBuffer, is_mask
-from hf_posswap.patching.edits.context import PlanDraft, SwapContext
-from hf_posswap.patching.edits.edit import Edit
-from hf_posswap.patching.edits.settings import setting_edits, settings_to_follow
+from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
+from hf_posswap.patching.edits.settings import GrowMask, ResizeBuffer, is_mask, setting_edits, settings_to_follow
 from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.sites.attention.native import AttendThroughInterface, StopRotation
 

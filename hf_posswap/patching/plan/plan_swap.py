@@ -11,8 +11,8 @@ from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, Uns
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites
-from hf_posswap.patching.edits.context import PlanDraft, RelativeChoice, SiteChoice, SwapContext
-from hf_posswap.patching.edits.offload import KEPT_IN_MEMORY, offloaded_tables
+from hf_posswap.patching.edits.edit import PlanDraft, RelativeChoice, SiteChoice, SwapContext
+from hf_posswap.patching.edits.restore import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.adaptation import adaptation_of
 from hf_posswap.patching.plan.inputs import (

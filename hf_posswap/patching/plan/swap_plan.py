@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.codec import from_plain, to_plain
-from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.edits.edit import Edit, from_plain, to_plain
 from hf_posswap.patching.plan.text import EDIT_HEADER, Row, edit_rows, sizes, table
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.sites.attention.backends import describe_backends

@@ -12,7 +12,7 @@ from hf_posswap.compat.accelerate_hooks import take_out_of_autocast
 from hf_posswap.compat.python_functions import rebound
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.patching.apply.patch_model import unpatch_model
-from hf_posswap.patching.edits.offload import weight_maps
+from hf_posswap.patching.edits.restore import weight_maps
 from hf_posswap.patching.verify.noise import NoEffectSeen, Noise, finer, noise_of
 from hf_posswap.patching.verify.patch_probe import patch_probe
 from hf_posswap.patching.verify.probe import Expected, Probe, gap

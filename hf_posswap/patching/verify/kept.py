@@ -11,7 +11,7 @@ from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap
-from hf_posswap.patching.edits.offload import stored
+from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.native import CopyRows, native_scheme
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable, rows_name

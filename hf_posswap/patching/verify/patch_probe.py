@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.images import PatchTable, tensor_at
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.edits.offload import device_of
+from hf_posswap.patching.edits.restore import device_of
 from hf_posswap.patching.sites.embedding.patch_edits import AnyImageSize
 from hf_posswap.patching.verify.noise import NoEffectSeen, Noise
 from hf_posswap.patching.verify.probe import Expected, Probe, gap

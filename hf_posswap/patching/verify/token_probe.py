@@ -18,7 +18,7 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_compatibility import MOVED_BY_SHIFT
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.offload import device_of
+from hf_posswap.patching.edits.restore import device_of
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.patching.verify.kept import is_kept

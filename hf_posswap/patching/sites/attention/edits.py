@@ -23,8 +23,7 @@ from hf_posswap.patching.edits.continuous_batching import (
     refuse_continuous_batching,
 )
 from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.offload import bring_all, device_of
-from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
+from hf_posswap.patching.edits.restore import bring_all, device_of, keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.cached_keys import keys_of
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos, Span, identity_of

@@ -23,13 +23,10 @@ from hf_posswap.families.modules import get, join, matching, owner_of, replace_e
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.context import PlanDraft, SwapContext
-from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.offload import stored
-from hf_posswap.patching.edits.placeholder import NoPositions
-from hf_posswap.patching.edits.restore import replace_child, restore_child
+from hf_posswap.patching.edits.edit import Edit, PlanDraft, Saved, SwapContext
+from hf_posswap.patching.edits.removed_table import NoPositions, not_zero
+from hf_posswap.patching.edits.restore import replace_child, restore_child, stored
 from hf_posswap.patching.edits.settings import SetAttribute
-from hf_posswap.patching.edits.stock_weights import not_zero
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.schemes.base import Scheme, make_scheme
 

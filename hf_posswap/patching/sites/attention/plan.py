@@ -12,8 +12,7 @@ from hf_posswap.families.modules import join
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.context import PlanDraft, SwapContext
-from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.sites.attention.edits import AddMechanism, PassCoordinates, PatchAttention, PatchImageAttention
 from hf_posswap.patching.sites.attention.function import has_interface
 from hf_posswap.patching.sites.attention.native import (

@@ -24,8 +24,7 @@ from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapE
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import by_name, entry_signature
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.edits.context import PlanDraft, SwapContext
-from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.edit import Edit, PlanDraft, Saved, SwapContext
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.cached_keys import record, watch
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of

@@ -13,9 +13,9 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.errors import PositionRangeError
 from hf_posswap.families.modules import by_name, entry_signature
-from hf_posswap.patching.edits.buffers import grow_buffer, grown
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_buffer, restore_buffers
+from hf_posswap.patching.edits.settings import grow_buffer, grown
 
 
 class LengthHook:

@@ -16,8 +16,8 @@ from hf_posswap.families.images import tensor_at
 from hf_posswap.families.modules import WeakModule, owner_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.removed_table import holds, not_rows, not_zero
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_buffer, restore_buffers
-from hf_posswap.patching.edits.stock_weights import holds, not_rows, not_zero
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.patching.sites.embedding.table_edits import unfitted
 from hf_posswap.schemes.common.grid_table import GridTable

@@ -18,9 +18,8 @@ from hf_posswap.families.images import PatchTable, tensor_at
 from hf_posswap.families.modules import get, has_buffer, join
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import TokenTable
-from hf_posswap.patching.edits.context import PlanDraft, SwapContext
-from hf_posswap.patching.edits.edit import Edit
-from hf_posswap.patching.edits.offload import stored
+from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
+from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.edits.settings import SetAttribute
 from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.sites.embedding.length import GuardLength

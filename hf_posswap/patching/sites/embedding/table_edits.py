@@ -15,10 +15,8 @@ from hf_posswap.compat.transformers_models import mark_initialised, set_unsaved_
 from hf_posswap.families.modules import owner_of, replace_everywhere, table_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import Edit, Saved
-from hf_posswap.patching.edits.offload import stored
-from hf_posswap.patching.edits.placeholder import NoPositions
-from hf_posswap.patching.edits.restore import replace_child, restore_child
-from hf_posswap.patching.edits.stock_weights import holds, not_rows, not_zero
+from hf_posswap.patching.edits.removed_table import NoPositions, holds, not_rows, not_zero
+from hf_posswap.patching.edits.restore import replace_child, restore_child, stored
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend

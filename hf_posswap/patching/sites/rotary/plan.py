@@ -19,7 +19,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary_compatibility import POSITIONS_ELSEWHERE
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.edits.context import PlanDraft, SwapContext
+from hf_posswap.patching.edits.edit import PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import Scalar, setting_edits, settings_to_follow
 from hf_posswap.patching.record.building import build_native
 from hf_posswap.patching.sites.rotary.edits import KeepRotary, NeutraliseRotary, RebuildRotary
