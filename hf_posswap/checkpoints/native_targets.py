@@ -34,8 +34,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.patching.record.building import build_native
-from hf_posswap.patching.record.model_class import native_class
+from hf_posswap.patching.record.model_class import build_native, native_class
 from hf_posswap.patching.record.record import native_config, without_record
 from hf_posswap.rope_layout import permute_rows
 from hf_posswap.rope_math import default_inv_freq

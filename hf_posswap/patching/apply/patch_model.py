@@ -24,9 +24,8 @@ from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
 from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.patching.record.building import stop_if_building
 from hf_posswap.patching.record.config_class import as_plugin_config
-from hf_posswap.patching.record.model_class import leave_swapped_class, take_swapped_class
+from hf_posswap.patching.record.model_class import leave_swapped_class, stop_if_building, take_swapped_class
 from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.utils.sentence_models import is_sentence_model
 

@@ -15,7 +15,7 @@ from hf_posswap.families.rotary_compatibility import MOVED_BY_SHIFT
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.patching.record.building import build_class
+from hf_posswap.patching.record.model_class import build_class
 from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend

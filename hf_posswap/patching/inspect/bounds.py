@@ -27,10 +27,8 @@ from torch.nn.modules.module import (
 from hf_posswap.compat.transformers_auto import auto_mapping
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import CheckpointError
-from hf_posswap.patching.record.building import build_class
-from hf_posswap.patching.record.model_class import native_class
-from hf_posswap.patching.record.record import native_config, native_config_class
-from hf_posswap.patching.record.schema import LONGEST
+from hf_posswap.patching.record.model_class import build_class, native_class
+from hf_posswap.patching.record.record import LONGEST, native_config, native_config_class
 from hf_posswap.utils.threads import PROCESS
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes, refuse_outside
 

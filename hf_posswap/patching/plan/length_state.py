@@ -14,7 +14,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import GrowMask, ResizeBuffer, is_mask, setting_edits, settings_to_follow
-from hf_posswap.patching.record.building import build_native
+from hf_posswap.patching.record.model_class import build_native
 from hf_posswap.patching.sites.attention.native import AttendThroughInterface, StopRotation
 
 LENGTH_NAMES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posswap.errors import AlreadyPatchedError
-from hf_posswap.patching.record.part_class import is_part
+from hf_posswap.patching.record.model_class import is_part
 from hf_posswap.patching.record.record import native_config_class
 
 

@@ -26,9 +26,8 @@ from hf_posswap.patching.plan.length_state import plan_length_state
 from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.preconditions import refuse_missed, refuse_wrapped_parts, what_instead
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.record import LONGEST, SwapRecord
 from hf_posswap.patching.record.refusals import stock_name
-from hf_posswap.patching.record.schema import LONGEST
 from hf_posswap.patching.sites.attention.native import (
     native_scheme,
     plan_attn_implementation,

@@ -1,8 +1,11 @@
-"""The class of a model that only hf_posswap can run: a subclass of its stock class that knows the swap.
+"""The classes of a model that only hf_posswap can run, and of its submodels: subclasses of their stock classes.
 
 `type(model).__name__` stays the stock one. Much goes by that name: a Trainer's label smoothing, losses, pipelines,
 conversions of weights, PEFT. What must not take the model for a stock one goes by `config.architectures`, and there
 the class has another name, under which `transformers` has it too: `transformers.PosswapLlamaForCausalLM`.
+
+A submodel attends with the swap, but its config has no record, or that of the whole model. So it gets a subclass of its
+stock class, which can be copied with its swap and refuses to be saved or rebuilt.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -29,7 +32,7 @@ from hf_posswap.compat.torch_modules import give_class
 from hf_posswap.compat.transformers_auto import auto_mappings
 from hf_posswap.compat.transformers_loading import LoadingHooks
 from hf_posswap.compat.transformers_models import let_record_outputs
-from hf_posswap.errors import RecordError
+from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import (
     RECORD,
     base_of,
@@ -39,7 +42,6 @@ from hf_posswap.patching.record.adapter_marks import (
     unmark_adapter,
 )
 from hf_posswap.patching.record.config_class import on_new_config_class, plugin_config_class
-from hf_posswap.patching.record.part_class import give_part_class, is_part, leave_part_class
 from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
 from hf_posswap.utils.public_names import after_import
@@ -47,6 +49,7 @@ from hf_posswap.utils.threads import once
 
 MARKED = "_posswap_marked"
 """Attribute of a swapped model: the weights that its checkpoints show as marked, by name, and their dimensions."""
+_building: contextvars.ContextVar[Any] = contextvars.ContextVar("posswap_building", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,17 +192,23 @@ def swapped_class(native: Any) -> Any:
 
 @once
 def _make_swapped_class(native: Any) -> Any:
+    swapped = _subclass(SwappedModel, native, config_class=plugin_config_class(native.config_class))
+    _announce(swapped)
+    return swapped
+
+
+def _subclass(base: type, native: Any, **attributes: Any) -> Any:
+    """Return a new class of `base` and the stock class `native`, under its name, with more `attributes`."""
     body = {
         "__module__": native.__module__,  # transformers, and families, look at the code around a class
         "__qualname__": architecture_of(native.__qualname__),
         "__doc__": native.__doc__,
-        "config_class": plugin_config_class(native.config_class),
         "posswap_native": native,
+        **attributes,
     }
-    swapped = type(native.__name__, (SwappedModel, native), body)
-    let_record_outputs(swapped)
-    _announce(swapped)
-    return swapped
+    made = type(native.__name__, (base, native), body)
+    let_record_outputs(made)
+    return made
 
 
 def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
@@ -350,7 +359,96 @@ def _announce(swapped: Any) -> None:
         setattr(home, name, swapped)
 
 
-def _empty(native: Any) -> Any:
-    """Return an empty instance of the swapped class of `native`, for copies and pickles."""
-    swapped = swapped_class(native)
-    return swapped.__new__(swapped)
+def _empty(native: Any, is_part: bool = False) -> Any:
+    """Return an empty instance of the swapped class of `native`, or of its part class, for copies and pickles."""
+    cls = swapped_part_class(native) if is_part else swapped_class(native)
+    return cls.__new__(cls)
+
+
+class SwappedPart(LoadingHooks):
+    """What parts of swapped models have before their stock class: each is a subclass of both."""
+
+    posswap_native: Any
+    """The stock class."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        name = self.posswap_native.__name__
+        raise RecordError(
+            f"this class is that of a {name} inside a swapped model, and the config of a part does not hold the swap: "
+            f"a {name} built from it would be unswapped. Use copy.deepcopy(part), or take the part out of a whole that "
+            "type(model)(model.config) makes."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return (_empty, (self.posswap_native, True), *object.__reduce_ex__(self, max(2, int(protocol)))[2:])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("destination", "prefix"), args, strict=False)) | kwargs
+        state = self.posswap_native.state_dict(self, *args, **kwargs)
+        refuse_elsewhere(state, given.get("prefix", ""), self.posswap_native.__name__)
+        return state
+
+    def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+        return dict(metadata)
+
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+        name = self.posswap_native.__name__
+        raise UnsupportedSwapError(
+            f"this {name} is a part of a swapped model, whose config alone records the swap: saved by itself it would "
+            "be loaded without. Save the whole model; or unpatch_model(whole), patch_model(part), and save the part."
+        )
+
+
+def is_part(model: Any) -> bool:
+    """Return whether `model` is a submodel of a swapped model, without its own record."""
+    return isinstance(model, SwappedPart)
+
+
+def give_part_class(module: Any) -> None:
+    """Make a submodel of a swapped model an instance of its part class."""
+    cls: Any = type(module)
+    give_class(module, swapped_part_class(cls))
+
+
+def leave_part_class(module: Any) -> None:
+    """Restore the class of a submodel of a swapped model."""
+    give_class(module, module.posswap_native)
+
+
+@once
+def swapped_part_class(native: Any) -> Any:
+    """Return the part class of submodels of the stock class `native`; the same each time."""
+    return _subclass(SwappedPart, native)
+
+
+class _ReachedSwapError(BaseException):
+    """Ends a constructor of the user's own where it would patch `model`, which it builds to plan that very patch."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+
+def build_native(model: Any, config: Any) -> Any:
+    """Return a fresh model of the class that `model` had before any swap, for a native `config`; see `build_class`."""
+    return build_class(native_class(type(model)), config)
+
+
+def build_class(cls: Any, config: Any) -> Any:
+    """Return a fresh model of a stock class, or of a subclass of one, for a native `config`.
+
+    Where the class patches itself in its constructor, the model is returned as it is before that.
+    """
+    token = _building.set(cls)
+    try:
+        return cls(config)
+    except _ReachedSwapError as reached:
+        return reached.model
+    finally:
+        _building.reset(token)
+
+
+def stop_if_building(model: Any) -> None:
+    """End the construction of `model` here, where it is one that `build_class` makes."""
+    if _building.get() is type(model):
+        raise _ReachedSwapError(model)

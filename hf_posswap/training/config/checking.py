@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.errors import PosswapError
-from hf_posswap.patching.record.schema import LONGEST
+from hf_posswap.patching.record.record import LONGEST
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.config.settings import SENTENCES, Recipe, SchemeValue, StageSettings, scheme_of

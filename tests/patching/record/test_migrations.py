@@ -8,7 +8,7 @@ import pytest
 
 from hf_posswap import SwapRecord
 from hf_posswap.errors import RecordError
-from hf_posswap.patching.record.migrations import MIGRATIONS, RECORD_VERSION, Migration, migrate
+from hf_posswap.patching.record.record import MIGRATIONS, RECORD_VERSION, Migration, migrate
 
 FIRST = {"version": 1, "span": 64}
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import hf_posswap
 from hf_posswap import SwapRecord, patch_model, plan_swap
 from hf_posswap.errors import CheckpointError, RecordError, SchemeError
-from hf_posswap.patching.record.migrations import RECORD_VERSION
-from hf_posswap.patching.record.schema import LONGEST, MOST_VALUES
+from hf_posswap.patching.record.record import LONGEST, MOST_VALUES, RECORD_VERSION
 from hf_posswap.schemes import schemes_for
 from tests.contract.models import build
 

@@ -21,7 +21,7 @@ from hf_posswap.families.rotary_compatibility import POSITIONS_ELSEWHERE
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.edits.edit import PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import Scalar, setting_edits, settings_to_follow
-from hf_posswap.patching.record.building import build_native
+from hf_posswap.patching.record.model_class import build_native
 from hf_posswap.patching.sites.rotary.edits import KeepRotary, NeutraliseRotary, RebuildRotary
 from hf_posswap.patching.sites.rotary.modules import (
     RopeValues,
