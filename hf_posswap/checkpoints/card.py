@@ -218,7 +218,7 @@ def _opening(plan: SwapPlan | None, base: str | None) -> str:
 
 
 def _swap(plan: SwapPlan) -> str:
-    from hf_posswap.patching.plan.text import EDIT_HEADER
+    from hf_posswap.patching.plan.swap_plan import EDIT_HEADER
 
     edits = table(list(EDIT_HEADER), [[str(cell) for cell in row] for row in plan.edit_rows()])
     facts = table(["", ""], [[name, text] for name, text in plan.fact_rows()])

@@ -120,7 +120,7 @@ def _show_explanation(explanation: Explanation) -> None:
 
 def show_plan(plan: SwapPlan) -> None:
     """Print `plan`: its edits, and what follows from them."""
-    from hf_posswap.patching.plan.text import EDIT_HEADER
+    from hf_posswap.patching.plan.swap_plan import EDIT_HEADER
 
     show_text(plan.title, "")
     show_table(EDIT_HEADER, plan.edit_rows())

@@ -21,7 +21,7 @@ from hf_posswap.explorer.choices import (
     styles,
 )
 from hf_posswap.explorer.model import ModelFacts
-from hf_posswap.patching.plan.text import EDIT_HEADER
+from hf_posswap.patching.plan.swap_plan import EDIT_HEADER
 from hf_posswap.report.looks import document, look, mark
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.utils.atomic_io import write_text

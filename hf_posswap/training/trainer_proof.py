@@ -23,13 +23,13 @@ from hf_posswap.compat.peft_wrappers import weights_without_adapters
 from hf_posswap.compat.torch_wrappers import kind_of_wrapper
 from hf_posswap.errors import CheckpointError, PositionRangeError, SwapVerificationError
 from hf_posswap.patching.apply.patch_model import unpatch_model
-from hf_posswap.patching.plan.inputs import with_native
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.plan.preconditions import with_native
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.remote_code import package_version
-from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from hf_posswap.schemes import Scheme
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.digests import state_digest

@@ -11,7 +11,7 @@ from accelerate import hooks
 from torch import nn
 
 from hf_posswap.compat import accelerate_hooks
-from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from tests.training.tiny_models import tiny
 
 

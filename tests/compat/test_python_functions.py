@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.python_functions import rebound
-from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from tests.training.tiny_models import tiny
 
 

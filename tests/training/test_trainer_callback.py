@@ -33,7 +33,7 @@ from hf_posswap.errors import (
     UnknownNameError,
 )
 from hf_posswap.patching.record.training import swap_digest, training_of
-from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.engine.parallel import shard_on_cpus
 from hf_posswap.training.trainer_proof import check_scheme, dataset_digest, is_sharded, model_inside

@@ -20,9 +20,8 @@ from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
 from hf_posswap.patching.edits.edit import RelativeChoice, Saved, SiteChoice
 from hf_posswap.patching.edits.restore import bring_into_memory, offloaded_tables
-from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
-from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
+from hf_posswap.patching.plan.preconditions import refuse_nested_swaps, refuse_wrapped_parts
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.config_class import as_plugin_config
 from hf_posswap.patching.record.model_class import leave_swapped_class, stop_if_building, take_swapped_class

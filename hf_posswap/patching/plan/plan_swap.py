@@ -15,16 +15,18 @@ from hf_posswap.patching.edits.edit import PlanDraft, RelativeChoice, SiteChoice
 from hf_posswap.patching.edits.restore import KEPT_IN_MEMORY, offloaded_tables
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.adaptation import adaptation_of
-from hf_posswap.patching.plan.inputs import (
+from hf_posswap.patching.plan.length_state import plan_length_state
+from hf_posswap.patching.plan.preconditions import (
     refuse_length,
+    refuse_missed,
+    refuse_nested_swaps,
     refuse_no_table,
     refuse_other_input,
     refuse_two_sided,
+    refuse_wrapped_parts,
+    what_instead,
     with_native,
 )
-from hf_posswap.patching.plan.length_state import plan_length_state
-from hf_posswap.patching.plan.nested_swaps import refuse_nested_swaps
-from hf_posswap.patching.plan.preconditions import refuse_missed, refuse_wrapped_parts, what_instead
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import LONGEST, SwapRecord
 from hf_posswap.patching.record.refusals import stock_name

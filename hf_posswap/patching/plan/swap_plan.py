@@ -1,19 +1,21 @@
-"""The plan of a swap, as a value."""
+"""The plan of a swap, as a value, and as text: the rows of its edits, and the table that `print(plan)` shows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import Edit, from_plain, to_plain
-from hf_posswap.patching.plan.text import EDIT_HEADER, Row, edit_rows, sizes, table
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.sites.attention.backends import describe_backends
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.utils import html_tables
+from hf_posswap.utils.format import human_bytes
+from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
 _PLAIN = ("model", "route", "cached_equals_full", "unused", "added", "adaptation", "max_length", "notes")
@@ -25,6 +27,8 @@ _CONSISTENT = "cached and full forward agree"
 _INCONSISTENT = "cached and full forward differ beyond the original length: the angles follow the current length"
 _SHARDABLE = "a sequence may be split over devices (context parallelism)"
 _WHOLE = "whole sequences only, not for context parallelism"
+Row = tuple[str, str, str, str]
+EDIT_HEADER: Row = ("site", "path", "before", "after")
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,3 +190,34 @@ class SwapPlan(ResultView):
 
 def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def table(title: str, rows: list[Row], facts: list[tuple[str, str]]) -> str:
+    """Return a title, a table of edits and their consequences, as text."""
+    lines = [EDIT_HEADER, *rows]
+    widths = [max(len(row[i]) for row in lines) for i in range(4)]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines]
+    shown.insert(1, "  ".join("-" * width for width in widths))
+    return in_lines([title, "", *shown, "", *(f"{name:<11} {value}" for name, value in facts)])
+
+
+def edit_rows(edits: Iterable[Edit]) -> list[Row]:
+    """Return one row per edit, with the columns of EDIT_HEADER; edits that differ only in the layer share a row."""
+    groups: dict[Row, list[str]] = {}
+    for edit in edits:
+        pattern = ".".join("*" if segment.isdigit() else segment for segment in edit.path.split("."))
+        groups.setdefault((edit.site, pattern, edit.before, edit.after), []).append(edit.path)
+    rows = []
+    for (site, pattern, before, after), paths in groups.items():
+        shown = paths[0] if len(paths) == 1 else f"{pattern} ({len(paths)} layers)"
+        rows.append((site, shown, before, after))
+    return rows
+
+
+def sizes(parameters: dict[str, int]) -> str:
+    """Return parameters and their numbers of elements as text."""
+    if not parameters:
+        return "no parameters"
+    return ", ".join(
+        f"{name} ({count} values, {human_bytes(4 * count)} in float32)" for name, count in parameters.items()
+    )

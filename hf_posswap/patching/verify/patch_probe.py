@@ -13,8 +13,7 @@ from hf_posswap.families.images import PatchTable, tensor_at
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.edits.restore import device_of
 from hf_posswap.patching.sites.embedding.patch_edits import AnyImageSize
-from hf_posswap.patching.verify.noise import NoEffectSeen, Noise
-from hf_posswap.patching.verify.probe import Expected, Probe, gap
+from hf_posswap.patching.verify.probe import Expected, NoEffectSeen, Noise, Probe, gap
 from hf_posswap.schemes.common.grid_table import GridTable
 from hf_posswap.schemes.learned_2d import Learned2D
 

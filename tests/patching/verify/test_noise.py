@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import SwapVerificationError
-from hf_posswap.patching.verify import noise, token_probe
-from hf_posswap.patching.verify.noise import NoEffectSeen, finer, noise_of
+from hf_posswap.patching.verify import probe, token_probe
+from hf_posswap.patching.verify.probe import NoEffectSeen, finer, noise_of
 from hf_posswap.patching.verify.token_probe import token_probe as make_probe
 from hf_posswap.testing.tiny import tiny_model
 
@@ -98,7 +98,7 @@ def test_what_half_precision_hides_is_found_in_a_finer_copy() -> None:
 
 
 def test_no_copy_is_made_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "LARGEST_COPY", 100)
+    monkeypatch.setattr(probe, "LARGEST_COPY", 100)
     model = encoder(0.003, 0)
     patch_model(model, "rope")
     assert finer(model) is None
