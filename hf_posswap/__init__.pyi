@@ -41,10 +41,10 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan as SwapPlan
 from hf_posswap.patching.record.record import SwapRecord as SwapRecord
 from hf_posswap.patching.sites.attention.backends import set_backend as set_backend
 from hf_posswap.patching.sites.attention.cached_keys import evict_keys as evict_keys
-from hf_posswap.patching.tools.blending import finish_blend as finish_blend
-from hf_posswap.patching.tools.blending import set_blend as set_blend
 from hf_posswap.patching.tools.centring import centre_table as centre_table
-from hf_posswap.patching.tools.logit_scale import set_logit_scale as set_logit_scale
+from hf_posswap.patching.tools.scheme_values import finish_blend as finish_blend
+from hf_posswap.patching.tools.scheme_values import set_blend as set_blend
+from hf_posswap.patching.tools.scheme_values import set_logit_scale as set_logit_scale
 from hf_posswap.patching.verify.verify_swap import verify_swap as verify_swap
 from hf_posswap.rope_layout import permute_rows as permute_rows
 from hf_posswap.schemes import NTK as NTK

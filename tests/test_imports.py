@@ -198,7 +198,7 @@ def test_folders_of_patching_import_those_above_them_alone() -> None:
             "from hf_posswap.patching.sites.attention import edits",
             "sites.rotary imports sites.att",
         ),
-        ("plan/text.py", "def f():\n    from hf_posswap.patching.apply import structure", "plan imports apply"),
+        ("plan/text.py", "def f():\n    from hf_posswap.patching.apply import applied", "plan imports apply"),
     ],
 )
 def test_a_folder_that_imports_a_later_one_is_caught(tmp_path: Path, path: str, line: str, message: str) -> None:

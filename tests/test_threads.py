@@ -27,7 +27,7 @@ from hf_posswap.checkpoints.adapters import without_peft_warning
 from hf_posswap.checkpoints.exports import graph_file
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.cli.listing import warnings_off
-from hf_posswap.patching.inspect.bounds import Bounds, refuse_endless
+from hf_posswap.patching.inspect.untrusted_config import Bounds, refuse_endless
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.registry import Registry
 from hf_posswap.utils.hub_session import hub_session

@@ -34,7 +34,7 @@ from hf_posswap.errors import PosswapError, SwapVerificationError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
 from hf_posswap.families.sites import Sites, TokenTable
-from hf_posswap.patching.apply.structure import check_structure
+from hf_posswap.patching.apply.applied import check_structure
 from hf_posswap.patching.inspect.describe import on_meta, read_config
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.verify_swap import verify_swap

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posswap.patching.apply.restore import restore_swap as restore_swap  # what the classes of models run
+from hf_posswap.patching.apply.patch_model import restore_swap as restore_swap  # what the classes of models run
 from hf_posswap.patching.record.config_class import read_plugin_config
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE
 

@@ -29,8 +29,8 @@ from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.families.sites import Sites
-from hf_posswap.patching.inspect.bounds import bounds_by, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
+from hf_posswap.patching.inspect.untrusted_config import bounds_by, refuse_endless
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import native_config_class
 from hf_posswap.utils.auto_classes import TRUST

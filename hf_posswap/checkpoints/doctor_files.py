@@ -17,8 +17,8 @@ from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.compat.transformers_files import file_of
 from hf_posswap.errors import CheckpointError, RecordError
 from hf_posswap.patching.edits.settings import EditConfig
-from hf_posswap.patching.inspect.bounds import bounds_by, within
 from hf_posswap.patching.inspect.describe import model_class_of
+from hf_posswap.patching.inspect.untrusted_config import bounds_by, within
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord

@@ -29,9 +29,15 @@ from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.patch_model import apply_plan, patch_model
 from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
-from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, refuse_endless
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
-from hf_posswap.patching.inspect.recorded import config_problems, recorded_plan, refuse_lie
+from hf_posswap.patching.inspect.untrusted_config import (
+    Bounds,
+    bounds_in,
+    config_problems,
+    recorded_plan,
+    refuse_endless,
+    refuse_lie,
+)
 from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan

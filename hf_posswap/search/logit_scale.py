@@ -17,7 +17,7 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.evaluation import measure_losses
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.patching.tools.logit_scale import logit_scale_of, set_logit_scale
+from hf_posswap.patching.tools.scheme_values import logit_scale_of, set_logit_scale
 from hf_posswap.schemes.common import checks
 from hf_posswap.search.fitness import evaluating, leading_documents
 from hf_posswap.text.tokens import check_token_ids

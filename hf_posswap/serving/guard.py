@@ -11,7 +11,7 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_co
 from hf_posswap.errors import PositionRangeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.paged import mechanisms_of, paged_problem
-from hf_posswap.patching.inspect.recorded import recorded_plan
+from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import native_config_class
 from hf_posswap.patching.record.refusals import architecture_of, stock_name

@@ -23,7 +23,7 @@ from hf_posswap.errors import (
     TrainingError,
     TrainingWarning,
 )
-from hf_posswap.patching.apply.structure import check_structure, unread_record
+from hf_posswap.patching.apply.applied import check_structure, unread_record
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, plain_name, swap_digest

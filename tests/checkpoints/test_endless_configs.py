@@ -32,7 +32,14 @@ import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.patching.inspect.bounds import MOST_MODULES, Bounds, bounds_by, bounds_in, refuse_endless, within
+from hf_posswap.patching.inspect.untrusted_config import (
+    MOST_MODULES,
+    Bounds,
+    bounds_by,
+    bounds_in,
+    refuse_endless,
+    within,
+)
 from hf_posswap.utils.auto_classes import MOST_LAYERS
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}

@@ -38,8 +38,7 @@ from hf_posswap.errors import (
 from hf_posswap.families import locate
 from hf_posswap.families.modules import table_of
 from hf_posswap.patching.record.record import SwapRecord
-from hf_posswap.patching.tools.blending import finish_blend, set_blend
-from hf_posswap.patching.tools.logit_scale import set_logit_scale
+from hf_posswap.patching.tools.scheme_values import finish_blend, set_blend, set_logit_scale
 from tests.contract.pairs import CHANGE, NOISE, gap
 from tests.families.oracles import penalty, rotated, without_tables
 from tests.families.seq2seq import (

@@ -11,7 +11,7 @@ from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.rope_config import parameters_of, reaching
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.paged import paged_problem
-from hf_posswap.patching.inspect.recorded import recorded_plan
+from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
 
 Kind = Literal["plugin", "table", "rope"]

@@ -23,9 +23,16 @@ from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap
-from hf_posswap.patching.inspect.bounds import Bounds, bounds_in, within
-from hf_posswap.patching.inspect.config_errors import architectures_of, building_from
-from hf_posswap.patching.inspect.recorded import config_problems, recorded_plan, refuse_lie
+from hf_posswap.patching.inspect.untrusted_config import (
+    Bounds,
+    architectures_of,
+    bounds_in,
+    building_from,
+    config_problems,
+    recorded_plan,
+    refuse_lie,
+    within,
+)
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import native_class

@@ -13,8 +13,8 @@ from hf_posswap.compat.accelerate_hooks import take_out_of_autocast
 from hf_posswap.compat.python_functions import rebound
 from hf_posswap.compat.torch_modules import unchanged
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
+from hf_posswap.patching.apply.applied import check_structure, unread_record
 from hf_posswap.patching.apply.patch_model import unpatch_model
-from hf_posswap.patching.apply.structure import check_structure, unread_record
 from hf_posswap.patching.edits.restore import weight_maps
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.patch_probe import patch_probe

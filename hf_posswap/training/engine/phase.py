@@ -16,7 +16,7 @@ from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint,
 from hf_posswap.compat.transformers_deepspeed import load_whole
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.apply.patch_model import swap_plan
-from hf_posswap.patching.tools.blending import finish_blend
+from hf_posswap.patching.tools.scheme_values import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
 from hf_posswap.training.engine.checkpoints import differences, step_of

@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 from hf_posswap.checkpoints.adapters import refuse_lost_positions, write_sidecars
 from hf_posswap.compat.transformers_trainer import SavingTrainer
 from hf_posswap.errors import ConfigError, NumericError
-from hf_posswap.patching.tools.blending import set_blend
+from hf_posswap.patching.tools.scheme_values import set_blend
 from hf_posswap.training.config import GateSettings, StageSettings
 from hf_posswap.training.engine.checkpoints import UNFINISHED, newest, rotate, seal, take_place
 from hf_posswap.training.engine.log import RunLog

@@ -17,7 +17,7 @@ import hf_posswap
 from hf_posswap import Blend, patch_model, patched, unpatch_model
 from hf_posswap.errors import AlreadyPatchedError, ModelInUseError, NotPatchedError, PosswapError, UnsupportedSwapError
 from hf_posswap.patching.apply.guard import changing
-from hf_posswap.patching.tools.blending import finish_blend
+from hf_posswap.patching.tools.scheme_values import finish_blend
 from tests.training.tiny_models import tiny
 
 IDS = torch.arange(12)[None]

@@ -23,7 +23,7 @@ import hf_posswap
 from hf_posswap import patch_model, unpatch_model, versions
 from hf_posswap.compat.transformers_calls import find_cache
 from hf_posswap.errors import OptionError, UnsupportedSwapError, UntestedVersionWarning
-from hf_posswap.patching.apply import version_guard, version_proof
+from hf_posswap.patching.apply import version_guard
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH
 from tests.contract.pairs import words
@@ -55,13 +55,13 @@ def untested(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the classes of which a proof is made, as they come."""
     made: list[str] = []
-    run = version_proof.Proof.failures
+    run = version_guard.Proof.failures
 
-    def counted(proof: version_proof.Proof, seed: int) -> Any:
+    def counted(proof: version_guard.Proof, seed: int) -> Any:
         made.append(proof.cls.__name__)
         return run(proof, seed)
 
-    monkeypatch.setattr(version_proof.Proof, "failures", counted)
+    monkeypatch.setattr(version_guard.Proof, "failures", counted)
     return made
 
 
@@ -197,7 +197,7 @@ def test_a_proof_costs_no_more_twins_and_forwards_than_its_checks_need(
     name: str, scheme: str, built: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, twins, forwards = model_of(name), [], []
-    build, native = version_proof.build_twin, torch.nn.Module.__call__
+    build, native = version_guard.build_twin, torch.nn.Module.__call__
 
     def counted(make: Any, seed: int) -> Any:
         twins.append(build(make, seed))
@@ -208,7 +208,7 @@ def test_a_proof_costs_no_more_twins_and_forwards_than_its_checks_need(
             forwards.append(module)
         return native(module, *args, **kwargs)
 
-    monkeypatch.setattr(version_proof, "build_twin", counted)
+    monkeypatch.setattr(version_guard, "build_twin", counted)
     monkeypatch.setattr(torch.nn.Module, "__call__", call)
     patch_model(model, scheme)
     assert len(twins) == built
@@ -242,7 +242,7 @@ def test_a_refusal_holds_for_each_swap_of_the_process_and_is_proved_once(proofs:
     for _ in range(2):
         with pytest.raises(UnsupportedSwapError, match="fails with the swap"):
             patch_model(model_of(), "rope")
-    assert proofs == ["GPT2LMHeadModel"] * len(version_proof.SEEDS)
+    assert proofs == ["GPT2LMHeadModel"] * len(version_guard.SEEDS)
 
 
 def test_what_the_stock_class_fails_as_well_is_reported_and_not_held_against_the_swap(untested: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_posswap.errors import CheckpointError
-from hf_posswap.patching.inspect.config_errors import architectures_of
+from hf_posswap.patching.inspect.untrusted_config import architectures_of
 
 
 @pytest.mark.parametrize("names", [5, [None], {"GPT2Model": 1}, "GPT2Model"])

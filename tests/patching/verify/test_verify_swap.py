@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.sites.attention.edits import PositionHook, StartHook
-from hf_posswap.patching.sites.embedding.length import LengthHook
+from hf_posswap.patching.sites.embedding.table_edits import LengthHook
 from hf_posswap.schemes import native
 from hf_posswap.testing.contract.points.gradients import with_lora
 from tests.contract.models import LENGTH, build

@@ -22,7 +22,6 @@ from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.edits.settings import SetAttribute
 from hf_posswap.patching.record.model_class import build_native
-from hf_posswap.patching.sites.embedding.length import GuardLength
 from hf_posswap.patching.sites.embedding.patch_edits import (
     AnyImageSize,
     RemovePatchTable,
@@ -31,6 +30,7 @@ from hf_posswap.patching.sites.embedding.patch_edits import (
 )
 from hf_posswap.patching.sites.embedding.table_edits import (
     BlendTable,
+    GuardLength,
     RemoveTable,
     RemoveTableBuffer,
     ReplaceTable,

@@ -1,4 +1,4 @@
-"""Changing the weight of a blend of the old mechanism and the new one, and ending the blend."""
+"""Changing a number of a swap in force: the weight of a blend, until it ends, or the logit scale without positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable
+from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.layered import RNoPE
+from hf_posswap.schemes.nope import NoPE, NoPEMechanism
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,15 +49,14 @@ def set_blend(model: Any, weight: float) -> None:
         'rope'
     """
     target: Any = unwrap(model)
-    plan = _plan(target)
+    plan = _blend_plan(target)
     blend: Any = plan.scheme
     scheme = dataclasses.replace(blend, weight=weight)  # which checks it
     for edit in plan.edits:
         _move(target, edit, scheme.weight)
     blends: dict[str, Any] = dict(plan.schemes)
     moved = {name: dataclasses.replace(blend_of_stack, weight=weight) for name, blend_of_stack in blends.items()}
-    target._posswap.plan = plan.with_schemes(moved)
-    target.config.posswap = target._posswap.plan.record.to_dict()
+    _set_schemes(target, moved)
 
 
 @alone()  # for the whole function: between its two swaps there is no mechanism
@@ -80,7 +82,7 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         64
     """
     target: Any = unwrap(model)
-    plan = _plan(target)
+    plan = _blend_plan(target)
     scheme: Any = plan.scheme
     if scheme.weight != 1.0:
         raise SchemeError(
@@ -95,14 +97,20 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         patch_model(model, new, **plan.record.arguments | {"max_length": length})
     except BaseException:
         patch_model(model, plan.choice, **plan.record.arguments)
-        _fill(_new_tensors(target, _plan(target)), learned)
+        _fill(_new_tensors(target, _blend_plan(target)), learned)
         raise
     if learned:
         _fill(_new_tensors(target, swap_plan(target)), learned)
     return model
 
 
-def _plan(target: Any) -> SwapPlan:
+def _set_schemes(target: Any, schemes: dict[str, Scheme]) -> None:
+    """Let the plan and the record of a swapped model say `schemes`, by stack: the same types with other values."""
+    target._posswap.plan = target._posswap.plan.with_schemes(schemes)
+    target.config.posswap = target._posswap.plan.record.to_dict()
+
+
+def _blend_plan(target: Any) -> SwapPlan:
     patch = getattr(target, "_posswap", None)
     if patch is None or not all(isinstance(scheme, Blend) for scheme in patch.plan.schemes.values()):
         carried = "no swap" if patch is None else patch.plan.named
@@ -150,3 +158,60 @@ def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> Non
     with torch.no_grad():
         for name, value in values.items():
             into[name].copy_(value)
+
+
+def logit_scale_of(model: Any) -> float:
+    """Return c of a model that was patched with `NoPE(logit_scale=...)` or `RNoPE(logit_scale=...)`.
+
+    Raises:
+        NotPatchedError: it carries no such swap.
+    """
+    scheme: Any = _plan_with_scale(model).scheme
+    return scheme.logit_scale
+
+
+@alone(parameters=False)
+def set_logit_scale(model: Any, logit_scale: float) -> None:
+    """Set c of 1 + c ln s, which multiplies the attention scores of layers without positions, and update the record.
+
+    Args:
+        model: patched with `NoPE(logit_scale=...)` or `RNoPE(logit_scale=...)`, where 0 has no effect; or a PEFT
+            model around one.
+        logit_scale: c >= 0, see `fit_logit_scale`.
+
+    Raises:
+        NotPatchedError: the model carries no such swap.
+        SchemeError: an impossible c.
+        ModelInUseError: a forward of the model is running, or another thread changes it.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_posswap import NoPE, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+        >>> model = patch_model(model, NoPE(logit_scale=0.0))
+        >>> set_logit_scale(model, 0.2)
+        >>> logit_scale_of(model), model.config.posswap["scheme"]["logit_scale"]
+        (0.2, 0.2)
+    """
+    target: Any = unwrap(model)
+    plan = _plan_with_scale(model)
+    old: Any = plan.scheme
+    scheme = dataclasses.replace(old, logit_scale=logit_scale)  # which checks it
+    name = list(plan.schemes)[-1]  # of the stack whose scheme the plan gives as its own
+    for module in target.get_submodule(plan.sites.stack(name).entry).modules():
+        if isinstance(module, NoPEMechanism) and module.scheme.logit_scale is not None:
+            module.scheme = dataclasses.replace(module.scheme, logit_scale=scheme.logit_scale)
+    _set_schemes(target, {**plan.schemes, name: scheme})
+
+
+def _plan_with_scale(model: Any) -> SwapPlan:
+    target: Any = unwrap(model)
+    patch = getattr(target, "_posswap", None)
+    scheme = None if patch is None else patch.plan.scheme
+    if patch is None or not isinstance(scheme, NoPE | RNoPE) or scheme.logit_scale is None:
+        carried = "no swap" if scheme is None else str(scheme)
+        raise NotPatchedError(
+            f"{type(target).__name__} carries {carried}: it has no logit scale. Patch it with NoPE(logit_scale=0.0) or "
+            "RNoPE(logit_scale=0.0), which is nope or rnope with a scale that can be set."
+        )
+    return patch.plan
