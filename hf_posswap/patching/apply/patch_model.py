@@ -303,17 +303,13 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
         RecordError: this version of the package would apply a different swap than the recorded one.
     """
     with without_fake_mode():
-        _restore(model, record)
-
-
-def _restore(model: Any, record: SwapRecord) -> None:
-    plan = plan_swap(model, record.choice(), **record.arguments)
-    if plan.route != record.route:
-        raise RecordError(
-            f"config.posswap records a {record.route} swap to {plan.named}, but here it would be {plan.route}: "
-            f"use the version of transformers that the checkpoint was made with."
-        )
-    apply_plan(model, as_trained(plan, record, model.config))
+        plan = plan_swap(model, record.choice(), **record.arguments)
+        if plan.route != record.route:
+            raise RecordError(
+                f"config.posswap records a {record.route} swap to {plan.named}, but here it would be {plan.route}: "
+                f"use the version of transformers that the checkpoint was made with."
+            )
+        apply_plan(model, as_trained(plan, record, model.config))
     if not all(isinstance(scheme, Blend) for scheme in plan.schemes.values()):  # a blend holds the old mechanism too
         model._posswap.saved = None
 

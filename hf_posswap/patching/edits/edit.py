@@ -66,7 +66,8 @@ class Edit(ABC):
     """One change: where, from what, to what.
 
     A subclass is a value: its fields are plain, or schemes and geometries, so that it can be compared, pickled and
-    written as JSON. It registers itself and must implement each of the abstract methods.
+    written as JSON. It registers itself and must implement each of the abstract methods, or take one from the bases
+    below, which have ABC as a base and are not registered.
 
     Attributes:
         site: "embedding", "rotary", "attention" or "config".
@@ -87,7 +88,8 @@ class Edit(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        EDITS[cls.__name__] = cls
+        if ABC not in cls.__bases__:
+            EDITS[cls.__name__] = cls
 
     @abstractmethod
     def apply(self, model: Any, saved: Saved) -> None:
@@ -136,6 +138,43 @@ class Edit(ABC):
         """Return the edit that `to_dict` wrote."""
         fields = {name: from_plain(value) for name, value in values.items() if name != "edit"}
         return EDITS[values["edit"]](**fields)
+
+
+class PluginOnly(Edit, ABC):
+    """A change that only hf_posswap makes: stock classes refuse the checkpoint, and leave nothing to reload."""
+
+    def reload(self, model: Any) -> None:
+        """Nothing: no stock class loads a checkpoint with this change."""
+
+
+class BuiltByConfig(Edit, ABC):
+    """A change that transformers makes by itself where it builds the model from the new config."""
+
+    def reload(self, model: Any) -> None:
+        """Nothing: transformers has built the model from the new config."""
+
+
+class AppliedAgain(Edit, ABC):
+    """A change that is made again in a model that stock transformers has loaded."""
+
+    def reload(self, model: Any) -> None:
+        self.apply(model, {})
+
+
+class TouchesNothing(Edit, ABC):
+    """A change that neither replaces, adds nor removes a parameter."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return ()
+
+
+class TouchesModule(Edit, ABC):
+    """A change of the parameters of the module at `path`."""
+
+    @property
+    def touches(self) -> tuple[str, ...]:
+        return (f"{self.path}.",)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.families.modules import get, owner_of
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.patching.edits.edit import Edit, Saved, Site
+from hf_posswap.patching.edits.edit import BuiltByConfig, Edit, Saved, Site, TouchesNothing
 from hf_posswap.patching.edits.restore import replace_attribute, replace_buffer, restore_attributes, restore_buffers
 from hf_posswap.utils.format import brief
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetAttribute(Edit):
+class SetAttribute(BuiltByConfig, TouchesNothing):
     """Sets a plain attribute of a module to its value in a fresh model of the new config.
 
     Attributes:
@@ -40,16 +41,9 @@ class SetAttribute(Edit):
         actual = getattr(model.get_submodule(self.module), self.name, self.value)  # BigBird replaces modules itself
         return None if actual == self.value else f"it is {actual!r} instead of {self.value!r}"
 
-    def reload(self, model: Any) -> None:
-        """Nothing: transformers has built the model from the new config."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
-class EditConfig(Edit):
+class EditConfig(BuiltByConfig, TouchesNothing):
     """Sets the value at `path` in the model's config, which is a copy for the swapped model and needs no undo.
 
     Attributes:
@@ -68,13 +62,6 @@ class EditConfig(Edit):
     def check(self, model: Any) -> str | None:
         actual = config_at(model.config, self.path)
         return None if actual == self.value else f"the config has {actual!r} instead of {self.value!r}"
-
-    def reload(self, model: Any) -> None:
-        """Nothing: the checkpoint's config has it."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
 
 
 Scalar = bool | int | float | str | None
@@ -172,11 +159,11 @@ def grown_mask(owner: Any, old: Tensor, length: int) -> Tensor:
 def grow_buffer(root: nn.Module, path: str, length: int) -> None:
     """Make the buffer [1, P] or [P] at `path` at least `length` long: position ids continue, others are zeros."""
     owner, leaf = owner_of(root, path)
-    setattr(owner, leaf, grown(leaf, getattr(owner, leaf), length))
+    setattr(owner, leaf, grown(owner, getattr(owner, leaf), name=leaf, length=length))
 
 
-def grown(name: str, old: Tensor, length: int) -> Tensor:
-    """Return the buffer called `name`, [1, P] or [P], at least `length` long."""
+def grown(owner: nn.Module, old: Tensor, *, name: str, length: int) -> Tensor:
+    """Return the buffer called `name` of the module `owner`, [1, P] or [P], at least `length` long."""
     if old.shape[-1] >= length:
         return old
     if name == "position_ids":
@@ -184,22 +171,15 @@ def grown(name: str, old: Tensor, length: int) -> Tensor:
     return torch.zeros((1, length), dtype=old.dtype, device=old.device)
 
 
-class _BufferEdit(Edit):
+class BufferEdit(BuiltByConfig, TouchesNothing, ABC):
     """Base of the edits that replace the buffer at `path` by what a stock model of the new length has there."""
 
     def undo(self, model: Any, saved: Saved) -> None:
         restore_buffers(model, saved)
 
-    def reload(self, model: Any) -> None:
-        """Nothing: transformers has built the model with the new length."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
-class GrowMask(_BufferEdit):
+class GrowMask(BufferEdit):
     """Gives a causal mask [..., P, P] the length in the config; stock code recreates it in that size.
 
     Attributes:
@@ -217,7 +197,7 @@ class GrowMask(_BufferEdit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResizeBuffer(_BufferEdit):
+class ResizeBuffer(BufferEdit):
     """Gives an unused buffer the shape in a fresh model of the new length, filled with zeros.
 
     transformers fills it when it loads the model, by the length in the config.

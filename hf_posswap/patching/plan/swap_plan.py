@@ -157,7 +157,8 @@ class SwapPlan(ResultView):
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON for `from_dict`."""
         return {
-            **{name: _listed(getattr(self, name)) for name in _PLAIN},
+            **{name: getattr(self, name) for name in _PLAIN},
+            "notes": list(self.notes),
             "scheme": self.scheme.to_dict(),
             "schemes": {name: scheme.to_dict() for name, scheme in self.schemes.items()},
             "edits": [edit.to_dict() for edit in self.edits],
@@ -186,10 +187,6 @@ class SwapPlan(ResultView):
             record=SwapRecord.from_dict(values["record"]),
             sites=Sites.from_dict(from_plain(values["sites"])),
         )
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def table(title: str, rows: list[Row], facts: list[tuple[str, str]]) -> str:

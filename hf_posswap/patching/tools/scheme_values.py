@@ -93,7 +93,8 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     unpatch_model(model)
     try:
         length = max_length or (plan.max_length if scheme.old == "rotary" else None)
-        new = dataclasses.replace(plan, schemes=_new_schemes(plan)).choice
+        blends: dict[str, Any] = dict(plan.schemes)
+        new = dataclasses.replace(plan, schemes={name: blend.new for name, blend in blends.items()}).choice
         patch_model(model, new, **plan.record.arguments | {"max_length": length})
     except BaseException:
         patch_model(model, plan.choice, **plan.record.arguments)
@@ -118,24 +119,14 @@ def _blend_plan(target: Any) -> SwapPlan:
     return patch.plan
 
 
-def _new_schemes(plan: SwapPlan) -> dict[str, Any]:
-    blends: dict[str, Any] = dict(plan.schemes)
-    return {name: blend.new for name, blend in blends.items()}
-
-
 def _move(model: Any, edit: Edit, weight: float) -> None:
     """Set the weight in the module that `edit` added for the blend."""
     if isinstance(edit, AddMechanism):
         carried: Any = model.get_submodule(edit.path)
-        for mechanism in {carried, *_copies(carried)}:
+        for mechanism in {carried, original_of(carried), *trained_copies_of(carried)}:
             mechanism.weight = weight
     elif isinstance(edit, BlendTable):
         model.get_submodule(edit.path).share = weight
-
-
-def _copies(carried: Any) -> list[Any]:
-    """Return a mechanism and its copies that PEFT trains."""
-    return [original_of(carried), *trained_copies_of(carried)]
 
 
 def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from hf_posswap.patching.edits.continuous_batching import (
     needs_key_positions,
     refuse_continuous_batching,
 )
-from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.edit import PluginOnly, Saved, TouchesModule, TouchesNothing
 from hf_posswap.patching.edits.restore import bring_all, device_of, keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.cached_keys import keys_of
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
@@ -212,7 +212,7 @@ class StartHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddMechanism(Edit):
+class AddMechanism(PluginOnly, TouchesModule):
     """Registers the scheme's module at `path`, and hooks that keep forwards apart.
 
     Attributes:
@@ -265,25 +265,18 @@ class AddMechanism(Edit):
         if type(mechanism) is not type(fresh):
             return f"a {type(mechanism).__name__} is in the place of a {type(fresh).__name__}"
         actual, expected = _constants(mechanism), _constants(fresh)
-        wrong = [n for n in expected if n not in actual or not _equal(actual[n], expected[n])]
+        wrong = [n for n in expected if n not in actual or not torch.equal(actual[n].cpu(), expected[n].cpu())]
         if wrong:
             return f"{', '.join(wrong)} of the mechanism changed"
         started = start_hook(model, self.entry) is not None
         return None if started else "the hook that separates forwards is missing"
-
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return (f"{self.path}.",)
 
     def with_scheme(self, scheme: Scheme) -> Self:
         return replace(self, scheme=scheme)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchAttention(Edit):
+class PatchAttention(PluginOnly, TouchesNothing):
     """Puts the scheme between one attention module's projections and its attention implementation.
 
     Attributes:
@@ -322,13 +315,6 @@ class PatchAttention(Edit):
         good = hooked and isinstance(module.config, ConfigView)
         return None if good else "the attention module does not carry the scheme"
 
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 def start_hook(model: Any, entry: str) -> StartHook | None:
     """Return the hook by which `AddMechanism` keeps the forwards of the stack that begins at `entry` apart, or None."""
@@ -349,10 +335,6 @@ def _constants(mechanism: Mechanism) -> dict[str, Tensor]:
     return constants
 
 
-def _equal(actual: Tensor, expected: Tensor) -> bool:
-    return bool(actual.cpu().equal(expected.cpu()))
-
-
 class CoordinatesHook:
     """Pre-hook of the module that takes the image: its attention modules are given the tokens' coordinates.
 
@@ -371,7 +353,7 @@ class CoordinatesHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassCoordinates(Edit):
+class PassCoordinates(PluginOnly, TouchesNothing):
     """Makes a module that takes images pass the coordinates of the tokens on to its attention modules.
 
     Attributes:
@@ -394,27 +376,16 @@ class PassCoordinates(Edit):
         passed = any(isinstance(hook, CoordinatesHook) for hook in hooks)
         return None if passed else "coordinates are not passed on to attention"
 
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 class CoordinateHook(PositionHook):
     """Pre-hook of an attention module that is given coordinates: tells the attention function."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         memo = self.memos.now()
-        call = AttentionCall(self.mechanism, _span(kwargs[COORDINATES], memo), memo, keys="raw")
+        places: Tensor = kwargs[COORDINATES]
+        span = memo.shared(identity_of(places), lambda shared: Span(places, places.shape[1], True, None, shared))
+        call = AttentionCall(self.mechanism, span, memo, keys="raw")
         return args, {**{k: v for k, v in kwargs.items() if k != COORDINATES}, CALL_ARGUMENT: call}
-
-
-def _span(places: Tensor, memo: ForwardMemo) -> Span:
-    return memo.shared(
-        identity_of(places), lambda shared_values: Span(places, places.shape[1], True, None, shared_values)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

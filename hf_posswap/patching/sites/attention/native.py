@@ -23,7 +23,17 @@ from hf_posswap.families.modules import get, join, matching, owner_of, replace_e
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.edit import Edit, PlanDraft, Saved, SwapContext
+from hf_posswap.patching.edits.edit import (
+    AppliedAgain,
+    BuiltByConfig,
+    Edit,
+    PlanDraft,
+    PluginOnly,
+    Saved,
+    SwapContext,
+    TouchesModule,
+    TouchesNothing,
+)
 from hf_posswap.patching.edits.removed_table import NoPositions, not_zero
 from hf_posswap.patching.edits.restore import replace_child, restore_child, stored
 from hf_posswap.patching.edits.settings import SetAttribute
@@ -143,7 +153,7 @@ def _refuse_other_sinusoids(path: str, embedding: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttendThroughInterface(Edit):
+class AttendThroughInterface(AppliedAgain, TouchesNothing):
     """Makes an attention module attend through the AttentionInterface.
 
     Attributes:
@@ -190,13 +200,6 @@ class AttendThroughInterface(Edit):
         positions = getattr(module, NATIVE_POSITIONS, self.native_positions)
         return None if positions == self.native_positions else "its native positions are in force again"
 
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 class AtPositionZero(nn.Module):
     """A module that makes angles, with every token at position 0: the identity rotation, at any length.
@@ -220,7 +223,7 @@ def _at_zero(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopRotation(Edit):
+class StopRotation(PluginOnly, TouchesNothing):
     """Has the module that makes the angles of positions inside attention make those of position 0 alone."""
 
     def apply(self, model: Any, saved: Saved) -> None:
@@ -234,13 +237,6 @@ class StopRotation(Edit):
     def check(self, model: Any) -> str | None:
         stopped = isinstance(model.get_submodule(self.path), AtPositionZero)
         return None if stopped else "the native rotation is in force again"
-
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
 
 
 class NoRows(NoPositions):
@@ -263,8 +259,10 @@ class NoRows(NoPositions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveRows(Edit):
+class RemoveRows(AppliedAgain, TouchesModule):
     """Takes away the rows of an embedding that positions inside attention are made from.
+
+    Again after loading, as zero rows that stock transformers has loaded could be trained.
 
     Attributes:
         native: whether zeros of its shape stand for it in the state dict, so that stock classes run it; otherwise they
@@ -290,17 +288,9 @@ class RemoveRows(Edit):
     def check_loaded(self, model: Any) -> str | None:
         return not_zero(stored(model.get_submodule(self.path), "weight"))
 
-    def reload(self, model: Any) -> None:
-        """Give a natively loaded model, whose rows are zeros that could be trained, rows that stay zeros."""
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return (f"{self.path}.",)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CopyRows(Edit):
+class CopyRows(PluginOnly):
     """Begins a scheme's learned table with the rows from which the same mechanism was made natively.
 
     Attributes:
@@ -323,16 +313,13 @@ class CopyRows(Edit):
         """Return None: the rows may have been trained since."""
         return None
 
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
     @property
     def touches(self) -> tuple[str, ...]:
         return (f"{self.carried}.",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaveOut(Edit):
+class LeaveOut(BuiltByConfig, TouchesModule):
     """Leaves a module out of the model that nothing calls any more; its name keeps its place."""
 
     def apply(self, model: Any, saved: Saved) -> None:
@@ -354,13 +341,6 @@ class LeaveOut(Edit):
         owner, leaf = owner_of(model, self.path)
         actual = getattr(owner, leaf, None)
         return None if actual is None else f"a {type(actual).__name__} is there again"
-
-    def reload(self, model: Any) -> None:
-        """Nothing: the config says it."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return (f"{self.path}.",)
 
 
 def relative_part(model: Any, stack: Stack) -> RelativePart | None:
@@ -419,7 +399,7 @@ def _parameters_left_out(model: Any, edits: list[Edit]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllowAttnImplementation(Edit):
+class AllowAttnImplementation(AppliedAgain, TouchesNothing):
     """Lets `set_attn_implementation` switch a model between eager and sdpa, and refuse other implementations.
 
     transformers goes by the source of a class, and logs a warning where that has no interface; these attention modules
@@ -442,13 +422,6 @@ class AllowAttnImplementation(Edit):
 
     def check(self, model: Any) -> str | None:
         return None if can_choose_attention(model) else "its attn_implementation cannot be set any more"
-
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
 
 
 def plan_attn_implementation(context: SwapContext, edits: list[Edit]) -> PlanDraft:

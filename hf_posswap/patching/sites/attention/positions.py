@@ -24,7 +24,7 @@ from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapE
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import by_name, entry_signature
 from hf_posswap.families.sites import Stack
-from hf_posswap.patching.edits.edit import Edit, PlanDraft, Saved, SwapContext
+from hf_posswap.patching.edits.edit import AppliedAgain, PlanDraft, Saved, SwapContext, TouchesNothing
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.cached_keys import record, watch
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
@@ -117,7 +117,7 @@ class ArrivalHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassPositionIds(Edit):
+class PassPositionIds(AppliedAgain, TouchesNothing):
     """Makes a model pass the position ids that it is given to one of its stacks, or refuse them.
 
     Attributes:
@@ -161,13 +161,6 @@ class PassPositionIds(Edit):
         arrives = self.entry is None or any(isinstance(hook, ArrivalHook | OuterHook) for hook in arrival)
         return None if arrives and outer == len(self.outer) else "the hooks that pass position ids on are gone"
 
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 def plan_position_ids(context: SwapContext, *, counts: bool, native: bool) -> PlanDraft:
     """Return the edit after which position ids for a stack are obeyed or refused; none: they are already.
@@ -178,7 +171,8 @@ def plan_position_ids(context: SwapContext, *, counts: bool, native: bool) -> Pl
         native: whether stock transformers is to run the saved checkpoint, and would drop them.
     """
     model, stack = context.model, context.stack
-    argument = _argument(model, stack)
+    of_decoder = model.config.is_encoder_decoder and stack.name == "decoder"
+    argument = "decoder_position_ids" if of_decoder else ENTRY_ARGUMENT
     outer, deaf = _around(model, stack, argument), _swallows(model.get_submodule(stack.entry), ENTRY_ARGUMENT)
     if stack.inputs == "images" or not (outer or deaf):
         return PlanDraft()  # whoever gives them is heard, or python says that nobody takes them
@@ -219,12 +213,6 @@ def _pass(
         refusal_text=refusal if why else "",
     )
     return PlanDraft(edits=[edit])
-
-
-def _argument(model: Any, stack: Stack) -> str:
-    """Return what the forward of `model` calls the position ids of `stack`."""
-    of_decoder = model.config.is_encoder_decoder and stack.name == "decoder"
-    return "decoder_position_ids" if of_decoder else ENTRY_ARGUMENT
 
 
 def _around(model: Any, stack: Stack, argument: str) -> tuple[str, ...]:

@@ -150,7 +150,8 @@ class Scoring:
                 high = min(high, _range(belongs & shown)[1])
             which = belongs[..., low:high]
             if low < high:
-                ranges.append(KeyRange(piece, low, high, None if _is_all(which) else which))
+                is_whole = not _is_dear(which) and bool(which.all())
+                ranges.append(KeyRange(piece, low, high, None if is_whole else which))
         return sorted(ranges, key=lambda key_range: key_range.low)
 
     def _needed(self, rows: Tensor, columns: Tensor, shown: Tensor | None) -> list[Piece]:
@@ -222,11 +223,6 @@ def _is_free(length: Any) -> bool:
     """Return whether torch.export traces a graph whose `length` may be any; in its strict mode none tells."""
     is_exporting = getattr(torch.compiler, "is_exporting", bool)  # bool(): False, before torch 2.7
     return not isinstance(length, int) or (torch.compiler.is_dynamo_compiling() and is_exporting())
-
-
-def _is_all(belongs: Tensor) -> bool:
-    """Return whether all of `belongs` is; False where asking is dear."""
-    return not _is_dear(belongs) and bool(belongs.all())
 
 
 def _range(belongs: Tensor) -> tuple[int, int]:

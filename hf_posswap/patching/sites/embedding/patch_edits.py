@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from hf_posswap.errors import PositionRangeError
 from hf_posswap.families.images import tensor_at
 from hf_posswap.families.modules import WeakModule, owner_of
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.edit import AppliedAgain, Edit, Saved, TouchesNothing
 from hf_posswap.patching.edits.removed_table import holds, not_rows, not_zero
-from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_buffer, restore_buffers
+from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_buffer
+from hf_posswap.patching.edits.settings import BufferEdit
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.patching.sites.embedding.table_edits import unfitted
 from hf_posswap.schemes.common.grid_table import GridTable
@@ -104,7 +106,7 @@ def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PatchTableEdit(Edit):
+class _PatchTableEdit(Edit, ABC):
     """Base of the edits of the parameter [P, E] or [1, P, E] at `path`.
 
     Attributes:
@@ -143,6 +145,10 @@ class _PatchTableEdit(Edit):
         """Whether the parameter may be trained afterwards."""
         raise NotImplementedError
 
+    def reload(self, model: Any) -> None:
+        """Freeze rows that come from a formula, or zero rows alone; the rows are loaded."""
+        self.freeze(model)
+
     def freeze(self, model: Any) -> None:
         if not self.trainable:
             table = tensor_at(model, self.path)
@@ -180,10 +186,6 @@ class ReplacePatchTable(_PatchTableEdit):
     def _new_rows(self, rows: Tensor) -> Tensor:
         patches = rows[self.geometry.prefix_tokens :].cpu()
         return self.scheme.table(patches, self.geometry.grid(), self.scheme.grid(self.geometry), self.geometry)
-
-    def reload(self, model: Any) -> None:
-        """Freeze rows that come from a formula; the rows are loaded."""
-        self.freeze(model)
 
     @property
     def trainable(self) -> bool:
@@ -250,17 +252,13 @@ class RemovePatchTable(_PatchTableEdit):
     def check_loaded(self, model: Any) -> str | None:
         return not_zero(self.patches(model))
 
-    def reload(self, model: Any) -> None:
-        """Freeze the zero rows if the table has no other rows; the rows are loaded."""
-        self.freeze(model)
-
     @property
     def trainable(self) -> bool:
         return bool(self.geometry.prefix_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetRowIds(Edit):
+class SetRowIds(BufferEdit):
     """Gives the buffer [1, P] of row numbers at `path` one entry per table row.
 
     Attributes:
@@ -270,28 +268,18 @@ class SetRowIds(Edit):
     count: int
 
     def apply(self, model: Any, saved: Saved) -> None:
-        replace_buffer(model, self.path, lambda _, old: self._numbers(old), saved)
+        replace_buffer(model, self.path, self._numbered, saved)
 
-    def _numbers(self, old: Tensor) -> Tensor:
+    def _numbered(self, _: Any, old: Tensor) -> Tensor:
         return torch.arange(self.count, device=old.device, dtype=old.dtype)[None]
-
-    def undo(self, model: Any, saved: Saved) -> None:
-        restore_buffers(model, saved)
 
     def check(self, model: Any) -> str | None:
         count = model.get_buffer(self.path).shape[-1]
         return None if count == self.count else f"it numbers {count} rows instead of {self.count}"
 
-    def reload(self, model: Any) -> None:
-        """Nothing: transformers has built the model for the new image size."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
-class AnyImageSize(Edit):
+class AnyImageSize(AppliedAgain, TouchesNothing):
     """Gives images of any size the rows of their own grid; `path` is the module that turns an image into tokens.
 
     Attributes:
@@ -325,13 +313,6 @@ class AnyImageSize(Edit):
         has_hook = any(isinstance(hook, RowsHook) for hook in pre_hooks(module))
         good = has_hook and isinstance(rows, GridRows) and rows.scheme == self.scheme and rows.embeddings() is module
         return None if good else "the rows of the patches are not those of the scheme"
-
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
 
 
 def _put(owner: Any, leaf: str, parameter: nn.Parameter, order: tuple[str, ...]) -> None:

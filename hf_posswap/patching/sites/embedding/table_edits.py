@@ -18,7 +18,7 @@ from hf_posswap.compat.transformers_models import mark_initialised, set_unsaved_
 from hf_posswap.errors import PositionRangeError
 from hf_posswap.families.modules import by_name, entry_signature, owner_of, replace_everywhere, table_of
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.edit import AppliedAgain, PluginOnly, Saved, TouchesModule, TouchesNothing
 from hf_posswap.patching.edits.removed_table import NoPositions, holds, not_rows, not_zero
 from hf_posswap.patching.edits.restore import (
     keep_hooks,
@@ -81,7 +81,7 @@ class BlendedTable(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaceTable(Edit):
+class ReplaceTable(TouchesModule):
     """Writes a table scheme's rows into the model's own table; rows before position 0 stay.
 
     Attributes:
@@ -156,10 +156,6 @@ class ReplaceTable(Edit):
             embedding = model.get_submodule(self.path)
             getattr(embedding, rows_name(embedding)).requires_grad_(False)
 
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return (f"{self.path}.",)
-
     def refusal(self, model: Any) -> str | None:
         old = stored(model.get_submodule(self.path), "weight")
         return unfitted(self.scheme, old[self.offset :], lambda table: self.scheme.fit(table, self.rows, self.geometry))
@@ -171,7 +167,7 @@ def rows_name(embedding: nn.Module) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlendTable(Edit):
+class BlendTable(PluginOnly, TouchesModule):
     """Blends the table out, and a new one of the same size in, if there is one.
 
     Attributes:
@@ -217,20 +213,13 @@ class BlendTable(Edit):
             return "the table is not in the blend"
         return None if module.share == self.share else f"the blend has weight {module.share} instead of {self.share}"
 
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a blend."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return (f"{self.path}.",)
-
     def with_scheme(self, scheme: Scheme) -> Self:
         return replace(self, share=scheme.weight) if isinstance(scheme, Blend) else self
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveTable(Edit):
-    """Removes the table.
+class RemoveTable(AppliedAgain, TouchesModule):
+    """Removes the table; again after loading, as zero rows that stock transformers has loaded could be trained.
 
     Attributes:
         rows: zero rows that replace it in the state dict; None: a single zero, so that stock classes refuse.
@@ -258,14 +247,6 @@ class RemoveTable(Edit):
     def check_loaded(self, model: Any) -> str | None:
         return not_zero(table_of(model.get_submodule(self.path)), rows=self.rows)
 
-    def reload(self, model: Any) -> None:
-        """Remove the zero rows that stock transformers has loaded and could train."""
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return (f"{self.path}.",)
-
 
 class NoTableRows(NoPositions):
     """Replaces a plain buffer [P, E] that a model indexes, and adds nothing.
@@ -283,7 +264,7 @@ class NoTableRows(NoPositions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveTableBuffer(Edit):
+class RemoveTableBuffer(AppliedAgain, TouchesNothing):
     """Removes a table that is a plain buffer and not in checkpoints."""
 
     def apply(self, model: Any, saved: Saved) -> None:
@@ -306,16 +287,9 @@ class RemoveTableBuffer(Edit):
         owner, leaf = owner_of(model, self.path)
         return None if isinstance(getattr(owner, leaf, None), NoTableRows) else "the position table is still there"
 
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
-class SaveKeys(Edit):
+class SaveKeys(AppliedAgain, TouchesNothing):
     """Makes the model save keys that its class excludes from checkpoints.
 
     Attributes:
@@ -336,13 +310,6 @@ class SaveKeys(Edit):
     def check(self, model: Any) -> str | None:
         left_out = [key for key in self.keys if key in unsaved_keys(model)]
         return f"{', '.join(left_out)} would not be saved" if left_out else None
-
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
 
 
 def unfitted(table: Any, old: Tensor, fit: Callable[[Tensor], Any]) -> str | None:
@@ -421,12 +388,8 @@ def _past(cache: Any) -> int:
     return past
 
 
-def _grown(name: str, length: int, _: nn.Module, old: Tensor) -> Tensor:
-    return grown(name, old, length)
-
-
 @dataclass(frozen=True, kw_only=True)
-class GuardLength(Edit):
+class GuardLength(AppliedAgain, TouchesNothing):
     """Makes the model raise beyond the end of its table, or grow its buffers if it has no end.
 
     Attributes:
@@ -448,7 +411,7 @@ class GuardLength(Edit):
     def apply(self, model: Any, saved: Saved) -> None:
         length = self.length + self.offset
         for path in self.buffers:
-            replace_buffer(model, path, partial(_grown, path.rpartition(".")[2], length), saved)
+            replace_buffer(model, path, partial(grown, name=path.rpartition(".")[2], length=length), saved)
         self._watch(model, saved)
 
     def _watch(self, model: Any, saved: Saved) -> None:
@@ -465,10 +428,3 @@ class GuardLength(Edit):
         hooks = pre_hooks(model.get_submodule(self.entry))
         watched = any(isinstance(hook, LengthHook) for hook in hooks)
         return None if watched else "the hook that watches the length is gone"
-
-    def reload(self, model: Any) -> None:
-        self.apply(model, {})
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()

@@ -13,7 +13,7 @@ from hf_posswap.patching.edits.continuous_batching import (
     allow_continuous_batching,
     refuse_continuous_batching,
 )
-from hf_posswap.patching.edits.edit import Edit, Saved
+from hf_posswap.patching.edits.edit import PluginOnly, Saved, TouchesNothing
 from hf_posswap.patching.edits.restore import replace_child, restore_child
 from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
 from hf_posswap.patching.sites.rotary.modules import (
@@ -29,7 +29,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 
 
 @dataclass(frozen=True, kw_only=True)
-class RebuildRotary(Edit):
+class RebuildRotary(TouchesNothing):
     """Replaces a rotary module by a new one of its class, built from the config with the new rope parameters.
 
     Attributes:
@@ -85,16 +85,12 @@ class RebuildRotary(Edit):
         rotary.register_forward_pre_hook(KeepAngles(rotary))
         self._refuse_batches(model)
 
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
     def with_scheme(self, scheme: Scheme) -> Self:
         return replace(self, scheme=scheme)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeutraliseRotary(Edit):
+class NeutraliseRotary(PluginOnly, TouchesNothing):
     """Makes a rotary module return the identity rotation, so that raw keys reach the attention site.
 
     Attributes:
@@ -120,16 +116,9 @@ class NeutraliseRotary(Edit):
         neutral = isinstance(model.get_submodule(self.path), NeutralRotary)
         return None if neutral else "the native rotation is still active"
 
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
-class KeepRotary(Edit):
+class KeepRotary(PluginOnly, TouchesNothing):
     """Keeps a rotary module at work while the model's config is marked for stock transformers to refuse.
 
     Attributes:
@@ -158,10 +147,3 @@ class KeepRotary(Edit):
             return "the native rotation is gone"
         marked = POSSWAP_ROPE_TYPE in str(getattr(rotary.config, "rope_parameters", None))
         return "the rotary module reads the config that is marked for stock transformers to refuse" if marked else None
-
-    def reload(self, model: Any) -> None:
-        """Nothing: no stock class loads a scheme inside attention."""
-
-    @property
-    def touches(self) -> tuple[str, ...]:
-        return ()
