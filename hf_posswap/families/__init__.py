@@ -33,22 +33,17 @@ Example:
     >>> FAMILIES.remove("cottage")  # an example leaves no trace
 """
 
-from hf_posswap.families import (  # noqa: F401  # each registers its families
-    bert_like_no_interface,
-    deberta,
-    decoders_no_interface,
-    encoders_no_interface,
-    learned_decoders,
-    learned_encoder_decoders,
-    learned_encoders,
-    rotary,
-    t5,
-    tables_alone,
-    vision,
+from hf_posswap.families import decoders, encoder_decoders, encoders, rotary, vision  # noqa: F401  # each registers some
+from hf_posswap.families.base import (
+    FAMILIES,
+    AttentionTraits,
+    Family,
+    ImageSpec,
+    NativeScheme,
+    StackSpec,
+    TableSpec,
+    register,
 )
-from hf_posswap.families.attention_traits import AttentionTraits, NativeScheme
-from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec, register
-from hf_posswap.families.images import ImageSpec
 from hf_posswap.families.locating import family_of, locate
 from hf_posswap.families.sites import Sites, Stack
 

@@ -8,17 +8,60 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hf_posswap.compat.peft_wrappers import is_copy
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.families.base import FAMILIES, Family, StackSpec, TableSpec
-from hf_posswap.families.images import PatchTable, image_geometry, patch_table, refuse_other_tables
-from hf_posswap.families.measuring import causal_of, geometry_of
-from hf_posswap.families.modules import get, has_buffer, join, matching, module_paths, table_at, who
-from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.base import FAMILIES, Family, ImageSpec, StackSpec, TableSpec
+from hf_posswap.families.measuring import causal_of, geometry_of, image_geometry
+from hf_posswap.families.modules import get, has_buffer, join, matching, module_paths, table_at, tensor_at, who
 from hf_posswap.families.rope_config import config_at, config_path, inv_freq_names, rope_sets
-from hf_posswap.families.sites import Sites, Stack, TokenTable
+from hf_posswap.families.sites import PatchTable, Sites, Stack, TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_RECURRENT = "its layers are recurrent: they have no attention and no positions"
+_HYBRID = "its attention has no positions: the recurrent layers in between encode the order"
+_RELATIVE = "its custom attention code mixes relative positions into the scores"
+_HASHED = "its custom code chooses which parts of a sequence it attends to (windows, blocks, hashes, landmarks)"
+_SEVERAL = "it takes more than a sequence of tokens (layout, speech, several streams), each with separate positions"
+_OWN_CODE = "its positions and its attention are custom code, without transformers' AttentionInterface"
+_DRAFTS = "it drafts for another model and reads that model's keys, which must not change"
+_THETAS = "each layer has its own theta, in config.layer_rope_theta and not in the rope parameters"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
+    **dict.fromkeys(("jamba", "kimi_linear", "nemotron_h", "zamba", "nemo_speechlm"), _HYBRID),
+    **dict.fromkeys(("cpmant", "funnel", "inkling_text", "inkling2_text", "inkling2_loop_text", "xlnet"), _RELATIVE),
+    **dict.fromkeys(("mra", "nystromformer", "pegasus_x", "reformer", "yoso"), _HASHED),
+    **dict.fromkeys(
+        (
+            "musicgen",
+            "musicgen_decoder",
+            "musicgen_melody",
+            "musicgen_melody_decoder",
+            "seamless_m4t",
+            "seamless_m4t_v2",
+        ),
+        _SEVERAL,
+    ),
+    "fsmt": _OWN_CODE,
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), _THETAS),
+    "beit": "its custom attention code adds a learned bias for each pair of patches to the scores",
+    "dinov2_with_registers": "its register tokens come after its table, which has no rows for them",
+    "blt": "four stacks of layers, over bytes and over patches, each have their own rotary module",
+    "encoder-decoder": "it combines two models of your choice: swap those, model.encoder and model.decoder",
+    "ibert": "its position table is quantised with the rest of its weights",
+    "fnet": "it uses Fourier transforms instead of attention, and they see padding too",
+    "git": "images precede its text without positions, and its attention is custom code",
+    "layoutlmv3": "its custom attention code adds a bias for distances in the text and on the page",
+    "luke": "its entities have separate positions, in a second table that would have to change too",
+    "perceiver": "it attends from learned latents to bytes: the table belongs to its preprocessor",
+    "prophetnet": "it predicts several tokens ahead, in streams that each have relative positions",
+    "recurrent_gemma": "its config has no length, and its attention sees only a window of the last tokens",
+}
+"""The reason by model type, as the end of a sentence that begins with the model's name."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -225,4 +268,41 @@ def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> 
             raise UnsupportedModelError(
                 f"{who(model)}: {path!r} ({type(module).__name__}) looks like a part of the position mechanism, and "
                 f"family {sites.family.name!r} does not mention it; patching the rest would leave it half-swapped."
+            )
+
+
+def patch_table(model: nn.Module, root: nn.Module, base: str, spec: ImageSpec) -> PatchTable:
+    """Return the table that `spec` describes in `model`, whose base model `root` is at `base`.
+
+    Raises:
+        UnsupportedModelError: the table is missing, or a swap has replaced it.
+    """
+    table, ids = join(spec.embeddings, spec.table), spec.ids and join(spec.embeddings, spec.ids)
+    rows = tensor_at(root, table)
+    if rows is None:
+        raise UnsupportedModelError(f"{who(model)}: its family expects a table at {join(base, table)!r}, none there.")
+    return PatchTable(
+        path=join(base, table),
+        embeddings=join(base, spec.embeddings),
+        ids=join(base, ids) if ids and has_buffer(root, ids) else None,
+        square_config=spec.square_config,
+        square_head=who(model) in spec.square_heads,
+    )
+
+
+def refuse_other_tables(model: nn.Module, table: str, kept: list[str], family: str) -> None:
+    """Refuse a model with parameters that look like a second position table besides the one at `table`.
+
+    Raises:
+        UnsupportedModelError: it has one outside the paths `kept`.
+    """
+    for path, _ in model.named_parameters():
+        leaf = path.rsplit(".", 1)[-1]
+        # copies of a module that PEFT keeps are refused later, when a swap is planned
+        copied = is_copy(path)
+        claimed = copied or path == table or any(path.startswith(f"{parent}.") for parent in kept)
+        if ("position" in leaf or "pos_embed" in leaf) and not claimed:
+            raise UnsupportedModelError(
+                f"{who(model)}: {path!r} looks like a part of the position mechanism, and family {family!r} does not "
+                "mention it; patching the rest would leave it half-swapped."
             )

@@ -10,8 +10,8 @@ from torch import nn
 from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.transformers_rotary import quarter_turn
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.families.base import StackSpec, TableSpec
-from hf_posswap.families.modules import modeling_module, table_at, who
+from hf_posswap.families.base import ImageSpec, StackSpec, TableSpec
+from hf_posswap.families.modules import join, modeling_module, table_at, tensor_at, who
 from hf_posswap.families.rope_config import (
     buffer_name,
     factor_of,
@@ -190,3 +190,55 @@ def rotary_layout(attention: nn.Module) -> Layout | None:
         return None
     layouts: dict[tuple[float, ...], Layout] = {(-3, -4, 1, 2): "half", (-2, 1, -4, 3): "interleaved"}
     return layouts.get(tuple(turned.flatten().tolist()))
+
+
+def image_geometry(
+    model: nn.Module, config: Any, root: nn.Module, spec: ImageSpec, attention: list[str], causal: bool
+) -> Geometry:
+    """Return the geometry of a vision stack.
+
+    Args:
+        model: of which the stack is a part.
+        config: the part of its config that the stack was built from.
+        root: the module that all paths start from.
+        spec: the family's data about its images.
+        attention: paths of its attention modules.
+        causal: whether a query sees only its past.
+
+    Raises:
+        UnsupportedModelError: the table does not have one row per token.
+    """
+    table = tensor_at(root, join(spec.embeddings, spec.table))
+    assert table is not None
+    rows = table.shape[-2] if table.ndim > 1 else 0
+    stride: Any = root.get_submodule(join(spec.embeddings, spec.patches)).stride
+    geometry = Geometry(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        num_layers=len(attention),
+        original_length=rows,
+        causal=causal,
+        image_size=pair(config.image_size),
+        patch_size=pair(stride),
+        prefix_tokens=spec.prefix,
+    )
+    high, wide = geometry.grid()
+    if rows != high * wide + spec.prefix:
+        raise UnsupportedModelError(
+            f"{who(model)}: its table has {rows} rows where images of {config.image_size} pixels give {high} x {wide} "
+            f"patches after {spec.prefix} other tokens. A swap of a model that this is a part of, or of a part of "
+            "this one, may have left them: ask that model, or take the swap back."
+        )
+    return geometry
+
+
+def pair(size: Any) -> tuple[int, int]:
+    """Return height and width of a size that may be one number for both.
+
+    Example:
+        >>> pair(224), pair([224, 320])
+        ((224, 224), (224, 320))
+    """
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

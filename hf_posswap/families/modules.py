@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -106,11 +106,6 @@ def replace_everywhere(root: nn.Module, path: str, new: nn.Module) -> None:
         root.set_submodule(name, new)
 
 
-def paths_of(root: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[str]:
-    """Return the paths below `root` of the modules that `wanted` accepts."""
-    return [path for path, module in module_paths(root) if wanted(module)]
-
-
 def get(root: nn.Module, path: str) -> nn.Module | None:
     """Return the module at `path` below `root`, or None."""
     try:
@@ -141,6 +136,13 @@ def table_at(root: nn.Module, path: str) -> torch.Tensor | None:
     owner, _, leaf = path.rpartition(".")
     table = getattr(get(root, owner), leaf, None)
     return table_of(table) if isinstance(table, nn.Module) else table
+
+
+def tensor_at(root: nn.Module, path: str) -> torch.Tensor | None:
+    """Return the parameter or buffer at `path` below `root`, or None."""
+    owner, _, leaf = path.rpartition(".")
+    value = getattr(get(root, owner), leaf, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def owner_of(root: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -6,9 +6,7 @@ import dataclasses
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from hf_posswap.families.attention_traits import NativeScheme
-from hf_posswap.families.base import FAMILIES, Family, PositionSource, StackSpec, TableSpec
-from hf_posswap.families.images import PatchTable
+from hf_posswap.families.base import FAMILIES, Family, NativeScheme, PositionSource, StackSpec, TableSpec
 from hf_posswap.families.modules import join
 from hf_posswap.families.rope_config import reaching
 from hf_posswap.geometry import Geometry
@@ -29,6 +27,25 @@ class TokenTable:
     offset: int
     kind: Literal["learned", "sinusoidal"] = "learned"
     computed: bool = False
+
+
+@dataclass(frozen=True)
+class PatchTable:
+    """The position table of a vision stack: one row per patch, after the rows of tokens that are not patches.
+
+    Attributes:
+        path: of the parameter [P, E] or [1, P, E] that holds it.
+        embeddings: path of the module that turns an image into tokens.
+        ids: path of the buffer with one entry a row, or None.
+        square_config: whether the config can only express square images.
+        square_head: whether the model's head assumes a square of patches.
+    """
+
+    path: str
+    embeddings: str
+    ids: str | None
+    square_config: bool
+    square_head: bool
 
 
 @dataclass(frozen=True)

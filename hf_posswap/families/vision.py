@@ -5,21 +5,12 @@ In a model with two towers (CLIP, SigLIP) only the vision tower is swapped; the 
 
 from __future__ import annotations
 
-from torch import nn
+from functools import partial
 
-from hf_posswap.families.attention_traits import AttentionTraits
-from hf_posswap.families.base import Family, StackSpec, register
-from hf_posswap.families.images import ImageSpec
+from hf_posswap.families.base import AttentionTraits, Family, ImageSpec, StackSpec, register
+from hf_posswap.families.encoders import encoder_interface
 
 _TABLE, _PATCHES = "position_embeddings", "patch_embeddings.projection"
-
-
-def siglip_interface(module: nn.Module) -> type | str:
-    """Return the class with the interface that equals SigLIP's attention, or why none does."""
-    from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.siglip import SiglipInterface
-
-    return fitting(module, SiglipInterface)
 
 
 register(
@@ -97,7 +88,7 @@ register(
                 image=ImageSpec(
                     "position_embedding.weight", "patch_embedding", prefix=0, ids="position_ids", square_config=True
                 ),
-                traits=AttentionTraits(siglip_interface),
+                traits=AttentionTraits(partial(encoder_interface, ("SiglipInterface",))),
             ),
         ),
     )

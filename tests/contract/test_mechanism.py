@@ -11,7 +11,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.families.rotary_compatibility import ATTENTION_REFUSED
+from hf_posswap.families.rotary import ATTENTION_REFUSED
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.testing.contract.points import traits
 from tests.contract.models import LENGTH, TINY, build

@@ -14,7 +14,7 @@ from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
-from hf_posswap.families.rotary_compatibility import ATTENTION_PROVED, ATTENTION_REFUSED, ROTATES, TURNING_REFUSED
+from hf_posswap.families.rotary import ATTENTION_PROVED, ATTENTION_REFUSED, ROTATES, TURNING_REFUSED
 from hf_posswap.rope_math import Frequencies, cos_sin
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.docs.pages import text_of

@@ -11,7 +11,7 @@ from transformers.models.auto import modeling_auto
 
 from hf_posswap.errors import UnknownNameError
 from hf_posswap.families import FAMILIES
-from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.locating import REFUSED
 from hf_posswap.patching.inspect.census import ASKED, ClassEntry, census
 from hf_posswap.testing.tiny import language_models, tiny_config, tiny_model
 from hf_posswap.testing.tiny_sizes import TINY_LENGTH, TINY_VOCABULARY

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap import patch_model
-from hf_posswap.families.interfaces.fitting import fitting
+from hf_posswap.families.interfaces.base import fitting
 from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model
 from tests.families.interface_models import CASES, Case, dress, words
@@ -37,7 +37,7 @@ def same(a: Tensor, b: Tensor, noise: float = NOISE) -> None:
 
 def implementations(case: Case) -> list[str]:
     """Return under which implementations the new class must compute what the original does under its own."""
-    return ["eager"] if case.file == "mpt" else ["eager", "sdpa"]  # the mask of MPT is made for eager code
+    return ["eager"] if case.name == "MptInterface" else ["eager", "sdpa"]  # the mask of MPT is made for eager code
 
 
 def test_a_whole_sequence_equals_the_original(case: Case) -> None:
@@ -136,7 +136,7 @@ def test_weights_are_dropped_while_training_alone(case: Case) -> None:
             if isinstance(module, case.interface) and held is not None:
                 setattr(module, name, torch.nn.Dropout(0.9) if isinstance(held, torch.nn.Module) else 0.9)
     same(logits(model.eval()), expected)
-    rotary_falcon = case.file == "falcon" and not model.config.alibi  # of which the original drops nothing
+    rotary_falcon = case.name == "FalconInterface" and not model.config.alibi  # of which the original drops nothing
     assert bool((logits(model.train()) - expected).abs().max() > 0.05) is not rotary_falcon
 
 
@@ -147,7 +147,7 @@ def test_half_precision_is_as_near_as_the_original(case: Case) -> None:
 
 
 def test_attention_weights_are_handed_out_alike(case: Case) -> None:
-    if case.file == "falcon" and case.implementation == "sdpa":
+    if case.name == "FalconInterface" and case.implementation == "sdpa":
         pytest.skip("the original changes to eager code, with ALiBi twice in it")
     native, dressed = (
         model(input_ids=IDS, output_attentions=True).attentions for model in (case.build(), case.dressed())

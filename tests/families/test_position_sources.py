@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.families.locating import locate
-from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.locating import REFUSED, locate
 from hf_posswap.families.sites import Stack
 from hf_posswap.testing.contract.stacks import given
 from hf_posswap.testing.tiny import language_models, tiny_model

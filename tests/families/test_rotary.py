@@ -15,7 +15,7 @@ from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 from hf_posswap import load, patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.locating import REFUSED
 from hf_posswap.families.rope_config import inv_freq_names, parameters_of
 from hf_posswap.schemes.longrope import LongRope
 from hf_posswap.testing.tiny import language_models, tiny_model

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posswap import Alibi, NoPE, Rope, explain, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.rotary_compatibility import ROTATES, TURNING_REFUSED
+from hf_posswap.families.rotary import ROTATES, TURNING_REFUSED
 from hf_posswap.patching.sites.attention.function import has_interface
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.stock import cache_in, with_cache

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_posswap
 from hf_posswap.errors import PositionRangeError, SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
-from hf_posswap.families.images import PatchTable
+from hf_posswap.families.sites import PatchTable
 from hf_posswap.patching.inspect.census import census, image_classes
 from hf_posswap.schemes import SCHEMES, Blend, NoPE, schemes_for
 from tests.families.vision_models import (

@@ -1,4 +1,4 @@
-"""GPT-J: interleaved rotary positions inside attention, scores in float32; without the interface before 5.24."""
+"""GPT-J and CodeGen: interleaved rotary positions inside attention; without the interface before transformers 5.24."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.codegen.modeling_codegen import CodeGenAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_pos_emb
 
-from hf_posswap.families.interfaces.eager import ThroughInterface
+from hf_posswap.families.interfaces.base import ThroughInterface
+
+_PARTS = 4
+"""Of CodeGen's single projection for q, v and k."""
 
 
-class GPTJInterface(ThroughInterface, GPTJAttention):
-    """GPTJAttention, through the AttentionInterface."""
+class _RotaryInside(ThroughInterface):
+    """Base of both: their scores are in float32."""
 
     upcasts = True
     embed_positions: Any
     attn_dropout: Any
+    rotary_dim: Any
+    head_dim: Any
+
+    def _rotated(self, query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k, [B, Q, H, D] each, the first R dimensions of a head rotated."""
+        sin, cos = angles.chunk(2, dim=-1)  # [B or 1, Q, R/2] each
+        width = self.rotary_dim or self.head_dim
+        turned = [apply_rotary_pos_emb(x[..., :width], sin, cos) for x in (query, key)]
+        query, key = (torch.cat((t, x[..., width:]), dim=-1) for t, x in zip(turned, (query, key), strict=True))
+        return query, key
+
+
+class GPTJInterface(_RotaryInside, GPTJAttention):
+    """GPTJAttention, through the AttentionInterface."""
 
     def attention(
         self,
@@ -35,7 +53,9 @@ class GPTJInterface(ThroughInterface, GPTJAttention):
         key = self.k_proj(hidden_states).view(shape)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if self.native_positions:
-            query, key = self._rotated(query, key, position_ids)
+            query, key = self._rotated(
+                query, key, self.embed_positions.to(position_ids.device)[position_ids].to(key.dtype)
+            )
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -45,10 +65,32 @@ class GPTJInterface(ThroughInterface, GPTJAttention):
         out = self.out_proj(out)
         return self.resid_dropout(out), weights
 
-    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        table = self.embed_positions.to(position_ids.device)
-        sin, cos = table[position_ids].to(key.dtype).chunk(2, dim=-1)  # [B or 1, Q, R/2] each
-        width = self.rotary_dim or self.head_dim
-        turned = [apply_rotary_pos_emb(x[..., :width], sin, cos) for x in (query, key)]
-        query, key = (torch.cat((t, x[..., width:]), dim=-1) for t, x in zip(turned, (query, key), strict=True))
-        return query, key
+
+class CodeGenInterface(_RotaryInside, CodeGenAttention):
+    """CodeGenAttention, through the AttentionInterface: as GPT-J's, but for its projection and wider angles."""
+
+    def attention(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
+        stacked = self.qkv_proj(hidden_states).unflatten(-1, (_PARTS, 3, -1))
+        shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
+        query, value, key = (projection.reshape(shape) for projection in stacked.unbind(dim=-2))  # [B, Q, H, D]
+        if self.native_positions:
+            query, key = self._rotated(query, key, self.embed_positions.to(position_ids.device)[position_ids])
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key.to(hidden_states.dtype), value, self.layer_idx)
+        out, weights = self.attend(
+            query, key, value, attention_mask, scaling=self.head_dim**-0.5, dropout=self.attn_dropout.p, **kwargs
+        )
+        out = self.out_proj(out)
+        return self.resid_dropout(out), weights

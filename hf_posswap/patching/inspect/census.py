@@ -9,8 +9,7 @@ from typing import Any
 
 from hf_posswap.errors import PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.base import FAMILIES
-from hf_posswap.families.locating import locate
-from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.locating import REFUSED, locate
 from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.schemes.base import schemes_for

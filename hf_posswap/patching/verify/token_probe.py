@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.families.rotary_compatibility import MOVED_BY_SHIFT
+from hf_posswap.families.rotary import MOVED_BY_SHIFT
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap

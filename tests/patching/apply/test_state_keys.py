@@ -9,8 +9,7 @@ import pytest
 from hf_posswap import patch_model, swap_plan, unpatch_model
 from hf_posswap.errors import PosswapError
 from hf_posswap.families import FAMILIES
-from hf_posswap.families.locating import family_of, locate
-from hf_posswap.families.refused import REFUSED
+from hf_posswap.families.locating import REFUSED, family_of, locate
 from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.schemes import schemes_for
 from hf_posswap.testing.tiny import language_models, tiny_model

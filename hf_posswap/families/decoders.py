@@ -1,78 +1,78 @@
-"""Decoders whose attention lacks the interface: with a table (GPT-Neo, GPT, XGLM), rotary, or with ALiBi inside."""
+"""Decoders: with a table, rotary positions inside attention (GPT-J, CodeGen), or ALiBi (BLOOM, MPT, Falcon).
+
+The attention of most lacks transformers' AttentionInterface; `interfaces` has classes that have it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from hf_posswap.compat.transformers_attention import attends_by_interface
-from hf_posswap.families.attention_traits import AttentionTraits, NativeScheme
-from hf_posswap.families.base import Family, PositionSource, StackSpec, TableSpec, register
+from hf_posswap.families.base import (
+    AttentionTraits,
+    Family,
+    NativeScheme,
+    PositionSource,
+    StackSpec,
+    TableSpec,
+    register,
+)
+from hf_posswap.families.encoder_decoders import encoder_decoder_interface
+from hf_posswap.families.interfaces.base import fitting
 from hf_posswap.families.rotary import rotary_modules
 
+register(
+    Family(
+        name="gpt2",
+        summary="GPT-2, GPT-BigCode: learned table, causal",
+        model_types=("gpt2", "gpt_bigcode"),
+        table=TableSpec("wpe"),
+        attention="h.*.attn",
+    )
+)
+register(
+    Family(
+        name="opt",
+        summary="OPT: learned table with two extra rows, causal",
+        model_types=("opt",),
+        entry="decoder",
+        table=TableSpec("decoder.embed_positions", offset=2),
+        attention="decoder.layers.*.self_attn",
+        position_source="mask",
+    )
+)
+register(
+    Family(
+        name="biogpt",
+        summary="BioGPT: learned table with two extra rows, causal",
+        model_types=("biogpt",),
+        table=TableSpec("embed_positions", offset=2),
+        attention="layers.*.self_attn",
+    )
+)
 
-def _gpt_neo(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.gpt_neo import GPTNeoInterface
 
-    return fitting(module, GPTNeoInterface)
+def _decoder_interface(name: str, module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces import decoders
 
-
-def _openai(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.openai import OpenAIGPTInterface
-
-    return fitting(module, OpenAIGPTInterface)
+    return fitting(module, getattr(decoders, name))
 
 
-def _xglm(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.bart_like import XGLMInterface
-    from hf_posswap.families.interfaces.fitting import fitting
-
-    return fitting(module, XGLMInterface)
-
-
-def _gptj(module: nn.Module) -> type | str:
+def _rotary_inside(module: nn.Module) -> type | str:
     if attends_by_interface(type(module)):  # since 5.24
         return type(module)
-    from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.gptj import GPTJInterface
+    from hf_posswap.families.interfaces import gptj
 
-    return fitting(module, GPTJInterface)
-
-
-def _codegen(module: nn.Module) -> type | str:
-    if attends_by_interface(type(module)):  # since 5.24
-        return type(module)
-    from hf_posswap.families.interfaces.codegen import CodeGenInterface
-    from hf_posswap.families.interfaces.fitting import fitting
-
-    return fitting(module, CodeGenInterface)
+    return fitting(module, gptj.GPTJInterface, gptj.CodeGenInterface)
 
 
 def _bloom(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.bloom import BloomInterface
-    from hf_posswap.families.interfaces.fitting import fitting
-
     if module.pretraining_tp > 1 and module.slow_but_exact:  # type: ignore[operator]
         return "its config says slow_but_exact with pretraining_tp > 1, which transformers itself cannot run."
-    return fitting(module, BloomInterface)
-
-
-def _mpt(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.fitting import fitting
-    from hf_posswap.families.interfaces.mpt import MptInterface
-
-    return fitting(module, MptInterface)
-
-
-def _falcon(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.falcon import FalconInterface
-    from hf_posswap.families.interfaces.fitting import fitting
-
-    return fitting(module, FalconInterface)
+    return _decoder_interface("BloomInterface", module)
 
 
 def _interleaved(config: Any) -> NativeScheme:
@@ -91,7 +91,7 @@ def _scaled_alibi(config: Any) -> NativeScheme | None:
     return {"name": "alibi", "interpolation": width**0.5} if config.alibi else None
 
 
-_ROTARY_INSIDE = AttentionTraits(positions=_interleaved, scheme="rope", angles="rotary_emb")
+_ROTARY_INSIDE = AttentionTraits(_rotary_inside, positions=_interleaved, scheme="rope", angles="rotary_emb")
 """Of GPT-J and CodeGen: before 5.24 each attention module has its angles, since then the base model."""
 
 
@@ -109,7 +109,12 @@ register(
         summary="GPT-Neo: learned table, causal, every other layer sees a window",
         model_types=("gpt_neo",),
         stacks=(
-            StackSpec("", "h.*.attn.attention", table=TableSpec("wpe"), traits=AttentionTraits(_gpt_neo, ends=True)),
+            StackSpec(
+                "",
+                "h.*.attn.attention",
+                table=TableSpec("wpe"),
+                traits=AttentionTraits(partial(_decoder_interface, "GPTNeoInterface"), ends=True),
+            ),
         ),
     )
 )
@@ -123,7 +128,7 @@ register(
                 "",
                 "h.*.attn",
                 table=TableSpec("positions_embed", buffers=("position_ids",)),
-                traits=AttentionTraits(_openai, ends=True),
+                traits=AttentionTraits(partial(_decoder_interface, "OpenAIGPTInterface"), ends=True),
             ),
         ),
     )
@@ -138,7 +143,7 @@ register(
                 "",
                 "layers.*.self_attn",
                 table=TableSpec("embed_positions", offset=2, kind="sinusoidal", computed=True),
-                traits=AttentionTraits(_xglm),
+                traits=AttentionTraits(partial(encoder_decoder_interface, ("XGLMInterface",))),
             ),
         ),
     )
@@ -162,7 +167,7 @@ register(
         name="gptj",
         summary="GPT-J: interleaved rotary positions inside attention, causal",
         model_types=("gptj",),
-        stacks=(StackSpec("", "h.*.attn", traits=replace(_ROTARY_INSIDE, interface=_gptj)),),
+        stacks=(StackSpec("", "h.*.attn", traits=_ROTARY_INSIDE),),
     )
 )
 register(
@@ -170,7 +175,7 @@ register(
         name="codegen",
         summary="CodeGen: interleaved rotary positions inside attention, causal",
         model_types=("codegen",),
-        stacks=(StackSpec("", "h.*.attn", traits=replace(_ROTARY_INSIDE, interface=_codegen)),),
+        stacks=(StackSpec("", "h.*.attn", traits=_ROTARY_INSIDE),),
     )
 )
 register(
@@ -198,7 +203,11 @@ register(
                 "",
                 "blocks.*.attn",
                 traits=AttentionTraits(
-                    _mpt, positions=_alibi, scheme="alibi", length_name="max_seq_len", eager_masks=True
+                    partial(_decoder_interface, "MptInterface"),
+                    positions=_alibi,
+                    scheme="alibi",
+                    length_name="max_seq_len",
+                    eager_masks=True,
                 ),
                 position_source="relative",
             ),
@@ -216,7 +225,12 @@ register(
             StackSpec(
                 "",
                 "h.*.self_attention",
-                traits=AttentionTraits(_falcon, positions=_scaled_alibi, scheme="alibi", switch=("", "use_alibi")),
+                traits=AttentionTraits(
+                    partial(_decoder_interface, "FalconInterface"),
+                    positions=_scaled_alibi,
+                    scheme="alibi",
+                    switch=("", "use_alibi"),
+                ),
                 position_source=_counted_by_falcon,
             ),
         ),
