@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.families.rope_config import buffer_name, factor_of, inv_freq_names, parameters_of, rope_sets
 from hf_posswap.rope_math import default_inv_freq
-from hf_posswap.schemes.yarn import temperature
+from hf_posswap.schemes.scaled import temperature
 
 _REBUILD = "Set rope_parameters in the config before the model is built: config = AutoConfig.from_pretrained(...), "
 _REBUILD += (

@@ -24,7 +24,7 @@ from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALLS
 from hf_posswap.patching.sites.attention.split_attention import BLOCK
-from hf_posswap.schemes.fire import FireMechanism
+from hf_posswap.schemes.learned_bias import FireMechanism
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.result_views import ResultView
 

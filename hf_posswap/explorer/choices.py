@@ -16,7 +16,7 @@ from hf_posswap.plotting.styles import scheme_number
 from hf_posswap.report.looks import look, shape
 from hf_posswap.schemes import SCHEMES, Fire, Kerple, Scheme, T5Bias
 from hf_posswap.schemes.common.bias import generator, uniform
-from hf_posswap.schemes.t5_bias import buckets
+from hf_posswap.schemes.learned_bias import buckets
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Position schemes: one file each; importing this package registers them all.
+"""Position schemes: those of a kind share a file, yours is one of its own; importing this package registers them all.
 
 To write a scheme you need: `Scheme` or one of its bases (`RotaryScheme`, `ScaledRotary`, `TableScheme`, `GridTable`),
 `Mechanism` for code inside attention (`RotaryMechanism`, `DistanceMechanism`), `Traits` for its guarantees, `Geometry`
@@ -40,41 +40,25 @@ Example:
 """
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.alibi import Alibi
-from hf_posswap.schemes.alibi_2d import Alibi2D
+from hf_posswap.schemes.alibi import Alibi, Alibi2D
 from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits, make_scheme, scheme_class, schemes_for
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.bias import DistanceMechanism
-from hf_posswap.schemes.common.grid_table import GridTable
-from hf_posswap.schemes.common.table import TableScheme
-from hf_posswap.schemes.dual_chunk import DualChunk
-from hf_posswap.schemes.fire import Fire
+from hf_posswap.schemes.common.table import GridTable, TableScheme
+from hf_posswap.schemes.dynamic import NTK, Dynamic, LongRope
 from hf_posswap.schemes.functions import bias, query_scale, rotation
-from hf_posswap.schemes.kerple import Kerple
 from hf_posswap.schemes.layered import Layered, PerLayer, RNoPE
-from hf_posswap.schemes.learned import Learned
-from hf_posswap.schemes.learned_2d import Learned2D
-from hf_posswap.schemes.llama3 import Llama3
-from hf_posswap.schemes.longrope import LongRope
+from hf_posswap.schemes.learned import Learned, Learned2D
+from hf_posswap.schemes.learned_bias import Fire, Kerple, T5Bias
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.nope import NoPE
-from hf_posswap.schemes.ntk import NTK, Dynamic
-from hf_posswap.schemes.ntk_by_parts import NTKByParts
 from hf_posswap.schemes.p_rope import PRope
-from hf_posswap.schemes.rerope import LeakyReRope, ReRope
-from hf_posswap.schemes.resonance import Resonance, ResonanceYarn
-from hf_posswap.schemes.rope import Rope, RotaryMechanism, RotaryScheme
-from hf_posswap.schemes.rope_2d import Rope2D
-from hf_posswap.schemes.scaled import Linear, ScaledRotary
-from hf_posswap.schemes.self_extend import SelfExtend
-from hf_posswap.schemes.sinusoidal import Sinusoidal
-from hf_posswap.schemes.sinusoidal_2d import Sinusoidal2D
-from hf_posswap.schemes.ssmax import SSMax
-from hf_posswap.schemes.sum import Native, Sum, native
-from hf_posswap.schemes.t5_bias import T5Bias
-from hf_posswap.schemes.together import Together
+from hf_posswap.schemes.piecewise import DualChunk, LeakyReRope, ReRope, SelfExtend
+from hf_posswap.schemes.rope import Rope, Rope2D, RotaryMechanism, RotaryScheme
+from hf_posswap.schemes.scaled import Linear, Llama3, NTKByParts, Resonance, ResonanceYarn, ScaledRotary, Yarn
+from hf_posswap.schemes.sinusoidal import Sinusoidal, Sinusoidal2D
+from hf_posswap.schemes.sum import Native, SSMax, Sum, Together, native
 from hf_posswap.schemes.xpos import XPos
-from hf_posswap.schemes.yarn import Yarn
 
 __all__ = [
     "NTK",

@@ -1,15 +1,44 @@
-"""The module of a scheme inside attention: it rotates queries and keys, biases scores, or splits attention."""
+"""The module of a scheme inside attention: it rotates queries and keys, biases scores, or splits attention.
+
+An operator of a compiled graph takes only tensors: it finds its mechanism by a number in one.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_fake import without_fake_mode
 from hf_posswap.kernels.merge import Region
 from hf_posswap.kernels.piecewise_bias import PiecewiseBias
-from hf_posswap.schemes.common.numbered import number
 from hf_posswap.schemes.common.piece import Keys, Piece
+
+_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def number(owner: Any) -> Tensor:
+    """Return a tensor [] by which `numbered` finds `owner` while it is alive; a copy of it needs its own number.
+
+    Example:
+        >>> class Owner: ...
+        >>> owner = Owner()
+        >>> numbered(number(owner)) is owner
+        True
+    """
+    identifier = next(_NUMBERS)
+    _OWNERS[identifier] = owner
+    with without_fake_mode(), torch.inference_mode(False):
+        return torch.tensor(identifier, device="cpu")
+
+
+def numbered(tensor: Tensor) -> Any:
+    """Return the object that `number` created `tensor` for."""
+    return _OWNERS[int(tensor)]
 
 
 def by_head(scale: Tensor) -> Tensor:

@@ -1,4 +1,10 @@
-"""The sinusoidal table of the first transformer. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.5."""
+"""Sinusoidal tables: of tokens, that of the first transformer; of columns and rows, that of MAE and MoCo v3.
+
+Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.5. Columns and rows: He et al. 2021,
+https://arxiv.org/abs/2111.06377, appendix A.1; the authors' code,
+https://github.com/facebookresearch/mae/blob/main/util/pos_embed.py. Ridge regression of a learned table on the rows of
+a formula: Hoerl and Kennard 1970, https://doi.org/10.1080/00401706.1970.10488634.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,54 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.ridge import in_span, ridge_map
-from hf_posswap.schemes.common.table import TableScheme
+from hf_posswap.schemes.common.table import GridTable, TableScheme
+
+_SMALLEST = 1e-8
+"""Relative to the largest singular value: smaller ones are directions that a fit cannot have used."""
+
+
+def ridge_map(features: Tensor, targets: Tensor, penalty: float) -> Tensor:
+    """Return W = argmin ||X W - Y||^2 + penalty ||W||^2, [F, E], float64.
+
+    Of the two equal forms, (X'X + penalty I)^-1 X'Y and X'(XX' + penalty I)^-1 Y, the one with the smaller system is
+    solved.
+
+    Args:
+        features: X, [L, F], float64.
+        targets: Y, [L, E], float64.
+        penalty: above 0.
+
+    Example:
+        >>> ridge_map(torch.eye(2).double(), torch.tensor([[3.0], [6.0]]).double(), 2.0).flatten().tolist()
+        [1.0, 2.0]
+    """
+    count, width = features.shape
+    if count < width:
+        gram = features @ features.T + penalty * torch.eye(count, dtype=torch.float64, device="cpu")
+        return features.T @ torch.linalg.solve(gram, targets)
+    gram = features.T @ features + penalty * torch.eye(width, dtype=torch.float64, device="cpu")
+    return torch.linalg.solve(gram, features.T @ targets)
+
+
+def in_span(rows: Tensor, features: Tensor) -> Tensor:
+    """Return the projection of `rows` onto linear maps of `features` plus a constant row.
+
+    Args:
+        rows: [P, E], float64.
+        features: [P, F], float64.
+
+    Returns:
+        The nearest such rows, [P, E], float64.
+
+    Example:
+        >>> line = torch.arange(3, dtype=torch.float64)[:, None]
+        >>> in_span(torch.tensor([[1.0], [0.0], [2.0]]).double(), line).flatten().round(decimals=6).tolist()
+        [0.5, 1.0, 1.5]
+    """
+    columns = torch.cat((features, torch.ones_like(features[:, :1])), dim=-1)  # [P, F + 1]
+    weights = torch.linalg.lstsq(columns, rows, rcond=_SMALLEST, driver="gelsd").solution
+    return columns @ weights
+
 
 _MOST_GROWTH = 3.0
 """The largest allowed length of a ridge-fitted row beyond the old table, relative to the longest row inside it."""
@@ -256,3 +308,59 @@ class Sinusoidal(TableScheme):
         size = rows.square().mean().sqrt()
         near = in_span(rows, self.waves(len(rows), geometry.row_width))
         return (near * (self._scale() / size)).float()
+
+
+@SCHEMES.register("sinusoidal_2d")
+@dataclass(frozen=True)
+class Sinusoidal2D(GridTable):
+    """Row (r, c) = scale [sin(c w) | cos(c w) | sin(r w) | cos(r w)], w_i = base^(-4i/E) for i = 0..E/4-1.
+
+    Half the width is for the column, half for the row, in the order of the authors' code. A table for any other image
+    size is computed, not interpolated.
+
+    Attributes:
+        image_size: what the table is made for, in pixels: one number, or height and width; None keeps the model's own.
+            Images of other sizes run in any case.
+        base: of the wavelengths.
+        scale: factor on the table; "match" gives it the root mean square of the table it replaces.
+
+    Example:
+        >>> Sinusoidal2D(scale=1.0).trainable
+        False
+    """
+
+    name: ClassVar[str] = "sinusoidal_2d"
+    summary: ClassVar[str] = "fixed sines and cosines, half of them of the column, half of the row"
+    source: ClassVar[str] = "https://arxiv.org/abs/2111.06377"
+    trainable: ClassVar[bool] = False
+
+    base: float = 10000.0
+    scale: float | Literal["match"] = "match"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "base", checks.number(self.name, "base", self.base, above=1.0))
+        object.__setattr__(self, "scale", checked_scale(self.name, self.scale))
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        if geometry.row_width % 4:
+            raise SchemeError(
+                f"{self.name}: needs a hidden size that 4 divides, a sine and a cosine of a row and of a column a "
+                f"frequency; this model's is {geometry.row_width}. Scheme 'learned_2d' works with any."
+            )
+        return resolved
+
+    def fit(self, old: Tensor, geometry: Geometry) -> Self:
+        return matching_scale(self, old)
+
+    def table(self, old: Tensor, held: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
+        if self.scale == "match":
+            raise SchemeError(f"{self.name}: scale is still 'match': call fit(old, geometry) first, or give a number.")
+        width = geometry.row_width
+        omega = self.base ** -(torch.arange(0, width, 4, dtype=torch.float64, device="cpu") / width)  # [E/4]
+        rows, columns = (torch.arange(count, dtype=torch.float64, device="cpu")[:, None] * omega for count in grid)
+        of_row, of_column = (torch.cat((angles.sin(), angles.cos()), dim=-1) for angles in (rows, columns))  # [., E/2]
+        shape = (*grid, width // 2)
+        table = torch.cat((of_column[None].expand(shape), of_row[:, None].expand(shape)), dim=-1)  # [R, C, E]
+        return (table * self.scale).float().flatten(0, 1)

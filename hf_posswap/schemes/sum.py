@@ -1,8 +1,12 @@
-"""Sums of schemes in the same attention: a rotation, biases, query scales; and what the model itself has."""
+"""Sums of schemes: a rotation, biases, query scales in the same attention; what the model itself has; a position table.
+
+Scalable-Softmax, a query scale to add: Nakanishi 2025, https://arxiv.org/abs/2501.19399.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -15,8 +19,11 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import SCHEMES, TERMS, Kind, Scheme, Traits, make_scheme
+from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piece import Keys, Piece
-from hf_posswap.schemes.layered import combined
+from hf_posswap.schemes.common.table import TableScheme
+from hf_posswap.schemes.layered import combined, inside
+from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.mechanism import Mechanism, by_head
 from hf_posswap.schemes.rope import Rope
 from hf_posswap.utils.printable import brief_repr
@@ -279,3 +286,138 @@ class SumMechanism(Mechanism):
 def _added(biases: list[Tensor]) -> Tensor:
     first, *others = biases
     return sum(others, start=first)
+
+
+@SCHEMES.register("together")
+@dataclass(frozen=True)
+class Together(Scheme):
+    """A table that is added to the embeddings, and a scheme inside attention: `Learned() + Rope()`.
+
+    Attributes:
+        table: the table scheme: learned, sinusoidal.
+        inside: the scheme inside attention: a rotary or a bias scheme.
+
+    Example:
+        >>> str(Learned() + Rope(base=500.0))
+        "together(table=learned(extend='tile', alpha=0.4, seed=0), inside=rope(base=500.0))"
+    """
+
+    name: ClassVar[str] = "together"
+    summary: ClassVar[str] = "a position table and a scheme inside attention, both at work"
+    source: ClassVar[str] = "https://arxiv.org/abs/2104.09864"
+    kind: ClassVar[Kind] = "mixed"
+
+    table: Scheme = Learned()
+    inside: Scheme = Rope()
+
+    def __post_init__(self) -> None:
+        table = make_scheme(self.table)
+        if not isinstance(table, TableScheme):
+            raise SchemeError(f"{self.name}: table must be a table scheme (learned, sinusoidal), got {table}.")
+        within = make_scheme(self.inside)
+        if within.keeps_native:
+            raise SchemeError(
+                f"{self.name}: {table.name} would replace a table that native keeps: give {table.name} alone, or add "
+                "to native what acts inside attention (alibi, rope, ssmax)."
+            )
+        within = inside(self.name, "inside", within, term=True)
+        if not within.acts_inside:
+            raise SchemeError(f"{self.name}: a table with {within} is only the table: use {table.name}.")
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "inside", within)
+
+    @property
+    def table_part(self) -> TableScheme:
+        assert isinstance(self.table, TableScheme)
+        return self.table
+
+    def with_table(self, table: Any) -> Self:
+        return dataclasses.replace(self, table=table)
+
+    @property
+    def traits(self) -> Traits:
+        return combined((self.table, self.inside))
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        length = max_length or self.inside.resolve(geometry, None).reach(geometry)
+        return dataclasses.replace(
+            self, table=self.table.resolve(geometry, length), inside=self.inside.resolve(geometry, max_length)
+        )
+
+    def reach(self, geometry: Geometry) -> int | None:
+        return self.inside.reach(geometry)
+
+    def notes(self) -> tuple[str, ...]:
+        return (*self.table.notes(), *self.inside.notes())
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        return self.inside.mechanism(geometry)
+
+
+@TERMS.register("ssmax")
+@dataclass(frozen=True)
+class SSMax(Scheme):
+    """Scalable-Softmax: the scores of a query that sees n keys are multiplied by s_h ln n, s_h learned by head.
+
+    A softmax over more keys is flatter; this keeps it as sharp at every length. It is no position mechanism: add it to
+    one, as in `native() + SSMax()` or `Rope() + SSMax()`. n is position + 1, and in a model whose layers all have a
+    sliding window at most that window; where only some have one, n is position + 1 in all of them.
+
+    Attributes:
+        s: s_h at the start, for every head; None takes 1 / mean(ln n) over the original window, with which the scores
+            of the trained lengths keep their mean scale.
+
+    Example:
+        >>> geometry = Geometry(8, 2, 2, 4, 1, original_length=64, causal=True)
+        >>> mechanism = SSMax(s=0.5).mechanism(geometry)
+        >>> mechanism.scale(torch.tensor([[0, 7, 63]])).shape  # [1, H, Q]
+        torch.Size([1, 2, 3])
+    """
+
+    name: ClassVar[str] = "ssmax"
+    summary: ClassVar[str] = "Scalable-Softmax: learned query scale s ln n; to add to another scheme"
+    source: ClassVar[str] = "https://arxiv.org/abs/2501.19399"
+    kind: ClassVar[Kind] = "none"
+    standalone: ClassVar[bool] = False
+
+    s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.s is not None:
+            object.__setattr__(self, "s", checks.number(self.name, "s", self.s, above=0.0, maximum=1e6))
+
+    @property
+    def acts_inside(self) -> bool:
+        return True
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(causal_only=True, relative=False)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        length = geometry.original_length
+        seen = min(length, geometry.sliding_window or length)
+        # the mean of ln 1 to ln L is ln(L!) / L, and from a sliding window on ln n stands; of one token it is 0
+        mean = (math.lgamma(seen + 1) + (length - seen) * math.log(seen)) / length
+        return resolved if self.s is not None else dataclasses.replace(resolved, s=1 / mean if mean else 1.0)
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        return SSMaxMechanism(self.filled("s"), geometry.num_heads, geometry.sliding_window)
+
+
+class SSMaxMechanism(Mechanism):
+    """Multiplies each query by s_h ln n."""
+
+    scales = True
+
+    def __init__(self, s: float, heads: int, window: int | None) -> None:
+        super().__init__()
+        self.window = math.inf if window is None else window
+        self.s = nn.Parameter(torch.full((heads,), s, dtype=torch.float32))  # [H]
+
+    def scale(self, query_positions: Tensor) -> Tensor:
+        # the first token sees one key: any scale serves it; padding may have positions below 0
+        seen = (query_positions.float() + 1).clamp(1.0, self.window)  # [B or 1, Q]
+        return self.s.float()[:, None] * seen.log()[:, None]  # [B or 1, H, Q]

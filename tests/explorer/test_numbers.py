@@ -20,11 +20,9 @@ from hf_posswap.explorer.page import write_page
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
 from hf_posswap.schemes import SCHEMES, Fire, Kerple, Learned, Sinusoidal, T5Bias
-from hf_posswap.schemes.common.piecewise import Piecewise
-from hf_posswap.schemes.fire import FireMechanism
-from hf_posswap.schemes.kerple import KerpleMechanism
+from hf_posswap.schemes.learned_bias import FireMechanism, KerpleMechanism, T5Mechanism
+from hf_posswap.schemes.piecewise import Piecewise
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.schemes.t5_bias import T5Mechanism
 from tests.explorer.conftest import Chromium
 
 TOLERANCE = 1e-6

@@ -17,7 +17,7 @@ from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.locating import REFUSED
 from hf_posswap.families.rope_config import inv_freq_names, parameters_of
-from hf_posswap.schemes.longrope import LongRope
+from hf_posswap.schemes.dynamic import LongRope
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.stock import UNBUILT, with_cache
 

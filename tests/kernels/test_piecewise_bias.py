@@ -12,7 +12,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import piecewise_bias
 from hf_posswap.kernels.piecewise_bias import attend_piecewise, piecewise_blocks
 from hf_posswap.kernels.segments import Segment, whole
-from hf_posswap.schemes.fire import Fire, FireMechanism
+from hf_posswap.schemes.learned_bias import Fire, FireMechanism
 
 HEADS, DIM = 4, 8
 UNITS: dict[str, tuple[list[float], list[float]]] = {

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import fire
-from hf_posswap.schemes.fire import Fire, FireMechanism
+from hf_posswap.schemes import learned_bias
+from hf_posswap.schemes.learned_bias import Fire, FireMechanism
 
 Geometries = Callable[..., Geometry]
 
@@ -144,6 +144,6 @@ def test_parts_give_what_the_whole_gives(
     positions = torch.arange(9).repeat(batch, 1) + 100 * torch.arange(batch)[:, None]
     whole = mechanism.bias(positions, positions)
     assert whole.requires_grad
-    monkeypatch.setattr(fire, "IN_CACHE", at_a_time)
+    monkeypatch.setattr(learned_bias, "IN_CACHE", at_a_time)
     with torch.no_grad():
         torch.testing.assert_close(mechanism.bias(positions, positions), whole.detach(), rtol=1e-6, atol=1e-6)

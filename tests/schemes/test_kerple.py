@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.kerple import Kerple, KerpleMechanism
+from hf_posswap.schemes.learned_bias import Kerple, KerpleMechanism
 
 Geometries = Callable[..., Geometry]
 VARIANTS = ["log", "power"]

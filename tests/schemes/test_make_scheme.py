@@ -27,7 +27,7 @@ from hf_posswap.schemes import (
     make_scheme,
     schemes_for,
 )
-from hf_posswap.schemes.common.piecewise import Piecewise
+from hf_posswap.schemes.piecewise import Piecewise
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]

@@ -18,7 +18,7 @@ from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import make_scheme
-from hf_posswap.schemes.t5_bias import T5Bias, T5Mechanism, buckets
+from hf_posswap.schemes.learned_bias import T5Bias, T5Mechanism, buckets
 
 Geometries = Callable[..., Geometry]
 

@@ -14,8 +14,7 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Yarn
-from hf_posswap.schemes.ntk_by_parts import correction_dim
-from hf_posswap.schemes.yarn import temperature
+from hf_posswap.schemes.scaled import correction_dim, temperature
 
 Geometries = Callable[..., Geometry]
 

@@ -20,8 +20,7 @@ from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.rope import Rope, RotaryScheme
-from hf_posswap.schemes.sum import Sum
-from hf_posswap.schemes.together import Together
+from hf_posswap.schemes.sum import Sum, Together
 
 _ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
 _ADDED = "fine-tuning: the mechanism that the weights know stays, or one they can use; what is added is new to them"

@@ -1,14 +1,17 @@
-"""Base of the schemes that add a table row to each token's embedding."""
+"""Bases of the schemes that add a table row to each token's embedding, or to each patch of an image."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import Kind, Scheme, Traits
+from hf_posswap.schemes.base import Input, Kind, Scheme, Traits
+from hf_posswap.schemes.common.places import STRIDE
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,87 @@ class TableScheme(AnyTable):
     def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
         """Return the rows that a frozen table must have, [P, E], float32, given its current rows `held`."""
         return self.table(held, len(held), geometry)
+
+
+def checked_size(owner: str, value: object) -> tuple[int, int]:
+    """Return the image size `value`, one number or height and width in pixels, as height and width.
+
+    Raises:
+        SchemeError: it is neither.
+    """
+    both = (value, value) if isinstance(value, int) else value
+    sides = list(both) if isinstance(both, tuple | list) else []
+    if len(sides) != 2 or not all(type(side) is int and 1 <= side < STRIDE for side in sides):
+        raise SchemeError(
+            f"{owner}: image_size must be a number of pixels, or height and width, each from 1 to {STRIDE - 1}, got "
+            f"{value!r}."
+        )
+    return sides[0], sides[1]
+
+
+def check_divides(owner: str, size: tuple[int, int], geometry: Geometry) -> None:
+    """Refuse an image size that is not a whole number of patches, except the model's own.
+
+    Raises:
+        SchemeError: patches do not divide it; the message names the nearest valid size.
+    """
+    patch = geometry.patch_size
+    assert patch is not None
+    if size == geometry.image_size or not any(side % step for side, step in zip(size, patch, strict=True)):
+        return
+    near = " x ".join(str(max(1, round(side / step)) * step) for side, step in zip(size, patch, strict=True))
+    raise SchemeError(
+        f"{owner}: an image of {size[0]} x {size[1]} pixels is not a whole number of patches of {patch[0]} x "
+        f"{patch[1]}; the nearest valid size is {near}."
+    )
+
+
+@dataclass(frozen=True)
+class GridTable(AnyTable):
+    """A scheme that defines the table of the patches; tokens without a patch keep their rows.
+
+    Attributes:
+        image_size: what the table is made for, in pixels: one number, or height and width; None keeps the model's own.
+            Images of other sizes run in any case.
+    """
+
+    inputs: ClassVar[tuple[Input, ...]] = ("images",)
+
+    image_size: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None:
+            object.__setattr__(self, "image_size", checked_size(self.name, self.image_size))
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(relative=False, unbounded=True, shardable=True)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        resolved = dataclasses.replace(self, image_size=self.image_size or geometry.image_size)
+        check_divides(self.name, resolved.filled("image_size"), geometry)
+        return resolved
+
+    def reach(self, geometry: Geometry) -> int | None:
+        rows, columns = self.grid(geometry)
+        return geometry.prefix_tokens + rows * columns
+
+    def grid(self, geometry: Geometry) -> tuple[int, int]:
+        """Return the rows and columns of patches that the table of a resolved scheme has."""
+        return geometry.grid(self.filled("image_size"))
+
+    def fit(self, old: Tensor, geometry: Geometry) -> Self:
+        """Return a copy with every parameter that depends on the weights of the `old` table [R C, E] filled in."""
+        return self
+
+    def table(self, old: Tensor, held: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
+        """Return the rows of the patches for a `grid` of R rows and C columns, [R C, E], float32 or wider.
+
+        Args:
+            old: the rows of a grid of size `held`, without those of tokens without a patch.
+            held: rows and columns of the grid of `old`.
+            grid: rows and columns of the new grid.
+            geometry: of the model.
+        """
+        raise NotImplementedError

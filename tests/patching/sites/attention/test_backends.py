@@ -17,8 +17,8 @@ from hf_posswap.errors import BackendWarning, NotPatchedError, OptionError, Unsu
 from hf_posswap.kernels import fused
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import backends_of
+from hf_posswap.schemes.dynamic import Dynamic
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.schemes.ntk import Dynamic
 from tests.contract.models import build
 from tests.contract.pairs import NOISE, gap, logits, words
 from tests.patching.sites.attention.encoders import swapped_bert

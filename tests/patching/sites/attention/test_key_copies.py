@@ -11,7 +11,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes.common import piece, piecewise
+from hf_posswap.schemes import piecewise
+from hf_posswap.schemes.common import piece
 from tests.stock import with_cache
 
 LENGTH, WIDTH = 70, 8
