@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_fake import is_fake
-from hf_posswap.compat.torch_tensors import transforms_active
+from hf_posswap.compat.torch_tensors import is_fake, transforms_active
 from hf_posswap.geometry import Layout
 from hf_posswap.utils.devices import device_type
 

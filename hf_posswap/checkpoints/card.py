@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.hub import checked_repo_id
 from hf_posswap.checkpoints.run_artifacts import Results, evaluation, table
-from hf_posswap.compat.transformers_auto import auto_class_name
+from hf_posswap.compat.transformers_loading import auto_class_name
 from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.refusals import stock_name

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_posswap.checkpoints.doctor_findings import Finding
-from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.compat.transformers_loading import file_of
 from hf_posswap.errors import CheckpointError, RecordError
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.inspect.describe import model_class_of

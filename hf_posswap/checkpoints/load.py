@@ -21,9 +21,7 @@ from hf_posswap.checkpoints.adapters import (
     without_peft_warning,
 )
 from hf_posswap.compat.peft_wrappers import read_adapter_weights
-from hf_posswap.compat.transformers_auto import auto_mapping
-from hf_posswap.compat.transformers_files import file_of
-from hf_posswap.compat.transformers_loading import ignored_on_load
+from hf_posswap.compat.transformers_loading import auto_mapping, file_of, ignored_on_load
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
 from hf_posswap.patching.apply.applied import AppliedSwap
 from hf_posswap.patching.apply.patch_model import apply_plan, patch_model

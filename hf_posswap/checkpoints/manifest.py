@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.checkpoints.card import is_saved_readme
-from hf_posswap.compat.transformers_saved import WEIGHTS, saved_names
+from hf_posswap.compat.transformers_loading import WEIGHTS, saved_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.utils.atomic_io import object_or_empty, read_json, write_json

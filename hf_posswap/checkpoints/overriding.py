@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.overriding_config import config_swap
 from hf_posswap.checkpoints.overriding_programs import WRITERS
-from hf_posswap.compat.transformers_rotary import of_any_release
+from hf_posswap.compat.transformers_attention import of_any_release
 from hf_posswap.errors import UnknownNameError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.patching.plan.plan_swap import plan_swap

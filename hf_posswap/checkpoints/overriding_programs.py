@@ -25,7 +25,7 @@ from hf_posswap.checkpoints.overriding_config import (
     sglang_length,
     vllm_length,
 )
-from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
+from hf_posswap.compat.transformers_attention import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
 

@@ -21,7 +21,7 @@ from hf_posswap.checkpoints.manifest import (
     unsaved_entries,
     write_manifest,
 )
-from hf_posswap.compat.accelerate_hooks import offloading_hooks
+from hf_posswap.compat.accelerate_state import offloading_hooks
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.compat.transformers_loading import file_of
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.atomic_io import writable_folder
 from hf_posswap.utils.auto_classes import auto_processor, auto_tokenizer

@@ -1,7 +1,8 @@
-"""What torch runs beneath its functions, seen call by call: the operators, and the memory of their results."""
+"""Operators: watched while they run, drawing random numbers of a context's own, widened as on a GPU, fused."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_posswap.utils.threads import shared
 
@@ -124,3 +125,147 @@ def resized_storages(tell: Callable[[Any], None]) -> Iterator[None]:
             yield
         finally:
             _told_of_sizes.reset(before)
+
+
+class PrivateRandomness(Watch):
+    """A context in which this thread draws random numbers from generators of the context's own, one for each device.
+
+    Touches `torch.Tag` on `OpOverload.tags`, and overloads called `generator` (torch 2.6 to 2.13). Without it building
+    a model would draw from the process's generator, and change what other threads and the caller draw next.
+
+    Args:
+        seed: of the numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `func` gives, by this context's generator where it draws and no other is given.
+
+        Touches the same as the class.
+        """
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        taking = func if "generator" in argument_names(func) else _with_generator(func)
+        if taking is None:
+            return func(*args, **kwargs)
+        return taking(*args, **kwargs, generator=self._generator(kwargs.get("device"), args))
+
+    def _generator(self, device: Any, args: tuple[Any, ...]) -> torch.Generator:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        device = torch.device(device or (tensors[0].device if tensors else "cpu"))
+        if device.type == "meta":
+            device = torch.device("cpu")
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self.generators[device]
+
+
+def _with_generator(func: Any) -> Any:
+    """Return the overload of `func` that takes a generator; None: there is none."""
+    overload = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    return getattr(func.overloadpacket, overload, None)
+
+
+WIDENED = (
+    "cosine_similarity", "cumprod", "cumsum", "exp", "expm1", "group_norm", "layer_norm", "linalg_vector_norm", "log",
+    "log10", "log1p", "log2", "log_softmax.int", "logsumexp", "native_layer_norm", "norm.Scalar", "norm.ScalarOpt_dim",
+    "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "rsqrt", "sinh", "softmax.int", "softplus",
+    "sum", "sum.dim_IntList", "tan",
+)  # fmt: skip
+"""Operators that compute in float32 under autocast on a GPU, and in the dtype that they are given on a CPU."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def gpu_autocast() -> Iterator[None]:
+    """Make autocast on a CPU use float32 in the block, in this thread, for the operators for which it does on a GPU.
+
+    Touches `torch.library.Library` under the key AutocastCPU, and `torch._C._ExcludeDispatchKeyGuard` (torch 2.6 to
+    2.13). Without it a GELU or a norm in mixed precision would seem to use half of the memory that it uses on a GPU.
+    """
+    library, thread = torch.library.Library("aten", "IMPL"), threading.get_ident()
+    for name in WIDENED:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(name, _widening(operator, thread), "AutocastCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _widening(operator: Any, thread: int) -> Callable[..., Any]:
+    beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def _widened(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(beneath):
+            here = threading.get_ident() == thread
+            if here and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+                args, kwargs = tree_map_only(Tensor, _float32, (args, kwargs))
+            return operator(*args, **kwargs)
+
+    return _widened
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+_GROUPS_ON_CPU = torch.__version__ >= "2.13"  # asked once: torch.compile traces no comparison of versions
+
+
+def fused_attention(device: str) -> Any:
+    """Return the operator of fused attention on "cpu" or "cuda".
+
+    Touches `torch.ops.aten._scaled_dot_product_flash_attention`, and `..._for_cpu` (torch 2.6 to 2.13; promised to
+    nobody, so `kernels.fused` tries them before it trusts them). Without it the plain paths are taken.
+    """
+    name = "_scaled_dot_product_flash_attention"
+    return getattr(torch.ops.aten, name if device == "cuda" else f"{name}_for_cpu")
+
+
+def fused_attention_backward(device: str) -> Any:
+    """Return the operator of its gradient on "cpu" or "cuda".
+
+    Touches `torch.ops.aten._scaled_dot_product_flash_attention_backward`, and `..._for_cpu_backward` (torch 2.6 to
+    2.13). Without it the plain paths are taken.
+    """
+    name = "_scaled_dot_product_flash_attention"
+    return getattr(torch.ops.aten, f"{name}_backward" if device == "cuda" else f"{name}_for_cpu_backward")
+
+
+def fused_takes_groups(device: str) -> bool:
+    """Return whether both operators take fewer heads of keys and values than of queries on "cpu" or "cuda".
+
+    Touches the operators above: on a CPU those of torch 2.13 and 2.15 do, those of 2.6 write beyond the gradients, and
+    those between were not run, so they count as 2.6 does. The version tells, since trying it may end the process.
+    Without it grouped heads break the memory.
+    """
+    return device == "cuda" or _GROUPS_ON_CPU
+
+
+def efficient_attention() -> Any:
+    """Return the operator of memory-efficient attention on a GPU, for float32 and for masks.
+
+    Touches `torch.ops.aten._scaled_dot_product_efficient_attention` (torch 2.6 to 2.13). Without it a dry run would
+    hold scores that no GPU holds.
+    """
+    return torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Let autograd record in the block, which runs in an operator's kernel: such run where it does not any more.
+
+    Touches `torch._C._ForceDispatchKeyGuard` and the sets of dispatch keys that it takes (torch 2.6 to 2.15). Without
+    it an operator could not take its gradients from autograd.
+    """
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

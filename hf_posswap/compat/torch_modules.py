@@ -1,4 +1,4 @@
-"""What torch keeps of a module under private names, and the exchange of a living object's class."""
+"""What torch and its wrappers keep of a module under private names, and the exchange of a living object's class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.accelerate_hooks import rebind_wrapped_forward
+from hf_posswap.compat.accelerate_state import rebind_wrapped_forward
 
 
 class TensorHooks(nn.Module):
@@ -135,3 +135,45 @@ def _restore(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
 def _is_same(now: Any, before: Any) -> bool:
     """Return whether both are the same objects under the same keys, in the same order."""
     return [(key, id(value)) for key, value in now] == [(key, id(value)) for key, value in before]
+
+
+_INSIDE = {
+    "_orig_mod": "torch.compile's wrapper",
+    "_fsdp_wrapped_module": "FSDP's wrapper",
+    "_checkpoint_wrapped_module": "a wrapper for activation checkpointing",
+}
+
+
+def compiled_original(model: Any) -> Any:
+    """Return the model that `torch.compile` wrapped in `model`, or None.
+
+    Touches `OptimizedModule._orig_mod` (torch 2.6 to 2.13). Without it a compiled model is taken for a plain one.
+    """
+    return _modules_of(model).get("_orig_mod")
+
+
+def kind_of_wrapper(module: Any) -> str | None:
+    """Return what kind of wrapper `module` is, whose paths are other than those of the module in it; None: none.
+
+    Touches `_orig_mod`, FSDP's `_fsdp_wrapped_module` and the `_checkpoint_wrapped_module` of
+    `apply_activation_checkpointing` (torch 2.6 to 2.13). Without it a swap would pass by the parts in a wrapper.
+    """
+    return next((wrapper for name, wrapper in _INSIDE.items() if name in _modules_of(module)), None)
+
+
+def name_without_wrappers(name: str) -> str:
+    """Return the `name` of a parameter without what wrappers put into it.
+
+    Touches the names of `kind_of_wrapper`, and DDP's "module.". Without it a wrapped parameter is not found again.
+
+    Example:
+        >>> name_without_wrappers("module._orig_mod.transformer.h.0._fsdp_wrapped_module.attn.c_attn.weight")
+        'transformer.h.0.attn.c_attn.weight'
+    """
+    for inside in _INSIDE:
+        name = name.replace(f"{inside}.", "")
+    return name.removeprefix("module.")
+
+
+def _modules_of(module: Any) -> dict[str, Any]:
+    return vars(module).get("_modules", {}) if isinstance(module, nn.Module) else {}

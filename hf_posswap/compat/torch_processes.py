@@ -1,4 +1,4 @@
-"""Processes that are not there: a group in which this process is the first of several, and nothing is sent."""
+"""Several processes: a group in which this one is the first and nothing is sent; the memory of FSDP2 on one of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -42,3 +43,41 @@ def is_collective(operator: Any) -> bool:
     could not be told from what is computed.
     """
     return operator.namespace in ("c10d", "_c10d_functional")
+
+
+def gathered_weights(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that hold gathered weights of `model`; they are empty after the weights are freed.
+
+    Touches `FSDPParam.all_gather_outputs` (torch 2.6 to 2.15). Without it whole weights would count as activations.
+    """
+    return [buffer for parameter in _parameters(model) for buffer in parameter.all_gather_outputs]
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of `model` that are summed whole, over the batches before the last of a step.
+
+    Touches `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param` (torch 2.6 to 2.15). Without it the largest
+    part of what steps of several batches cost under FSDP2 would count as activations.
+    """
+    gradients: list[Tensor | None] = []
+    for parameter in _parameters(model):
+        gathered = getattr(parameter, "_unsharded_param", None)  # there is none before the first forward
+        gradient, accumulated = None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
+        gradients += [gradient, None if accumulated is gradient else accumulated]  # torch 2.15 keeps one, by both names
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    """Give what FSDP2 keeps of each weight.
+
+    Touches `FSDPModule._get_fsdp_state` and `_fsdp_param_groups`, the one `_fsdp_param_group` of older ones (torch 2.6
+    to 2.15). Without it neither of the above could be found.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            several = hasattr(state, "_fsdp_param_groups")
+            groups = state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group])
+            yield from (parameter for group in groups for parameter in group.fsdp_params)

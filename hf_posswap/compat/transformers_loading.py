@@ -1,15 +1,179 @@
-"""The private methods by which transformers and torch fill and load models, under public names.
+"""Models of a config, by transformers' Auto classes; the files of a model; and the private methods that load it.
 
-All are alike in transformers 5.14 to 5.23 and torch 2.6 to 2.13.
+The methods, by which transformers and torch fill and load models, have public names here. All are alike in transformers
+5.14 to 5.23 and torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+
+def auto_mapping(auto: Any) -> Any:
+    """Return the mapping of an Auto class from config classes to model classes; None: `auto` is no Auto class.
+
+    Touches `_model_mapping` of the Auto classes. Without it nobody can tell which class a config alone stands for.
+    """
+    return getattr(auto, "_model_mapping", None)
+
+
+def auto_mappings() -> Iterator[Any]:
+    """Yield the mapping of every Auto class for models.
+
+    Touches `models.auto.modeling_auto.__all__` and `_model_mapping`. Without it swapped configs cannot be made known to
+    the Auto classes.
+    """
+    from transformers.models.auto import modeling_auto
+
+    for name in modeling_auto.__all__:
+        mapping = auto_mapping(getattr(modeling_auto, name, None))
+        if hasattr(mapping, "register"):
+            yield mapping
+
+
+def class_names(task: str) -> dict[str, str]:
+    """Return the name of the model class of each model type for a task: "CAUSAL_LM", "MASKED_LM", ...
+
+    Touches `models.auto.modeling_auto.MODEL_FOR_<task>_MAPPING_NAMES`. Without it there is no list of the classes to be
+    measured.
+    """
+    from transformers.models.auto import modeling_auto
+
+    return dict(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES"))
+
+
+_AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+    "MASKED_LM": "AutoModelForMaskedLM",
+    "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
+    "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq",
+    "SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
+    "TOKEN_CLASSIFICATION": "AutoModelForTokenClassification",
+    "QUESTION_ANSWERING": "AutoModelForQuestionAnswering",
+    "MULTIPLE_CHOICE": "AutoModelForMultipleChoice",
+    "IMAGE_CLASSIFICATION": "AutoModelForImageClassification",
+}
+
+
+def auto_class_name(architecture: str) -> str:
+    """Return the name of the Auto class that gives the model class `architecture`; "AutoModel" for a bare model.
+
+    Touches `models.auto.modeling_auto.MODEL_FOR_<task>_MAPPING_NAMES`. Without it cards and commands name an Auto class
+    that does not load the checkpoint.
+
+    Example:
+        >>> auto_class_name("GPT2LMHeadModel"), auto_class_name("BertModel")
+        ('AutoModelForCausalLM', 'AutoModel')
+    """
+    names = (auto for task, auto in _AUTO_CLASSES.items() if architecture in class_names(task).values())
+    return next(names, "AutoModel")
+
+
+def language_classes(model_type: str) -> dict[str, tuple[Any, Any]]:
+    """Return the classes of a model type for language modelling: by task, the config class and the model class.
+
+    Touches `CONFIG_MAPPING` and `_model_mapping` of the Auto classes, which hold what other packages register too.
+    Without it the classes of a family outside transformers cannot be found.
+
+    Example:
+        >>> [(task, model.__name__) for task, (_, model) in language_classes("gpt2").items()]
+        [('CAUSAL_LM', 'GPT2LMHeadModel')]
+    """
+    import transformers
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {}
+    config = transformers.CONFIG_MAPPING[model_type]
+    found = {}
+    for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        mapping = auto_mapping(getattr(transformers, _AUTO_CLASSES[task]))
+        if config in mapping:
+            found[task] = config, mapping[config]
+    return found
+
+
+def build_model(cls: Any, config: Any, **kwargs: Any) -> Any:
+    """Return a new model of the class `cls`, which the Auto classes would make for its `config`.
+
+    Touches `PreTrainedModel._from_config`; the public `from_config` is that of the Auto classes, which choose the class
+    themselves. Without it the dtype and the attention implementation of a new model are not what a load would give.
+
+    Args:
+        cls: of transformers.
+        config: for it.
+        kwargs: for `_from_config`: dtype, attn_implementation, and arguments of the constructor.
+    """
+    return cls._from_config(config, **kwargs)
+
+
+def file_of(source: str | Path, name: str, *, certain: bool = True, **hub: Any) -> Path | None:
+    """Return where the file `name` of a folder or Hub id is, downloaded if need be; None where there is no such file.
+
+    Touches `transformers.utils.cached_file` and its arguments `_raise_exceptions_for_missing_entries`,
+    `..._for_gated_repo` and `..._for_connection_errors` (transformers 5.14 to 5.23). Without it a file that is not
+    there cannot be told from one that cannot be reached.
+
+    Args:
+        source: a folder or a Hub id.
+        name: of the file.
+        certain: raise where the Hub does not tell whether there is such a file; otherwise that counts as none.
+        hub: arguments for the Hub: revision, token, cache_dir, ...
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        str(source),
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=certain,
+        _raise_exceptions_for_connection_errors=certain,
+        **hub,
+    )
+    return None if path is None else Path(path)
+
+
+WEIGHTS = {
+    "model.safetensors": "model.safetensors.index.json",
+    "pytorch_model.bin": "pytorch_model.bin.index.json",
+}
+"""A model's weights in one file, and the index of the same in several."""
+
+
+def saved_names(tokenizer_class: str | None) -> frozenset[str]:
+    """Return the names of a saved checkpoint's files, but for shards of its weights and for code.
+
+    Touches `transformers.models.auto.tokenization_auto.tokenizer_class_from_name` and the names of files in
+    `transformers.utils` and `transformers.tokenization_utils_base` (transformers 5.14 to 5.24). Without it the files
+    that a class of tokenizers writes cannot be told from files of the user.
+
+    Args:
+        tokenizer_class: as tokenizer_config.json names it; None or an unknown one: only what every tokenizer writes.
+    """
+    from transformers import tokenization_utils_base as tokenizers
+    from transformers import utils
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    tokenizer: Any = None if tokenizer_class is None else tokenizer_class_from_name(tokenizer_class)
+    vocabulary = getattr(tokenizer, "vocab_files_names", {}).values()
+    return frozenset(
+        {
+            utils.CONFIG_NAME, utils.GENERATION_CONFIG_NAME, utils.SAFE_WEIGHTS_NAME, utils.WEIGHTS_NAME,
+            utils.FEATURE_EXTRACTOR_NAME, utils.IMAGE_PROCESSOR_NAME, utils.VIDEO_PROCESSOR_NAME, utils.PROCESSOR_NAME,
+            utils.CHAT_TEMPLATE_FILE, utils.LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, tokenizers.TOKENIZER_CONFIG_FILE,
+            tokenizers.FULL_TOKENIZER_FILE, tokenizers.SPECIAL_TOKENS_MAP_FILE, tokenizers.ADDED_TOKENS_FILE,
+            *vocabulary,
+        }
+    )  # fmt: skip
 
 
 class LoadingHooks:

@@ -1,4 +1,4 @@
-"""What transformers keeps of a model class or its config under private names.
+"""What transformers keeps of a model class, its config or DeepSpeed under private names.
 
 All are alike in transformers 5.14 to 5.23, but for what says otherwise.
 """
@@ -6,6 +6,7 @@ All are alike in transformers 5.14 to 5.23, but for what says otherwise.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -187,3 +188,23 @@ def opt_lacks_final_norm(config: Any) -> bool:
     Touches `OPTConfig._remove_final_layer_norm`. Without it such a checkpoint would be converted with a norm.
     """
     return bool(config._remove_final_layer_norm)
+
+
+def is_deepspeed_engine(model: Any) -> bool:
+    """Return whether `model` is DeepSpeed's engine around another, without importing DeepSpeed.
+
+    Touches no private name; the class is public as `deepspeed.DeepSpeedEngine` (0.16 to 0.19).
+    """
+    known = sys.modules.get("deepspeed")
+    return known is not None and isinstance(model, known.DeepSpeedEngine)
+
+
+def load_whole() -> None:
+    """Load models unsharded in this process, also after a training under ZeRO-3.
+
+    Touches `transformers.integrations.deepspeed.unset_hf_deepspeed_config`, which its docstring gives to tests (5.14 to
+    5.23). Without it `from_pretrained` on one process waits for the others, and a swap sees empty weights.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_posswap.compat.torch_fake import holds_values
-from hf_posswap.compat.transformers_rotary import quarter_turn
+from hf_posswap.compat.torch_tensors import holds_values
+from hf_posswap.compat.transformers_attention import quarter_turn
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.base import ImageSpec, StackSpec, TableSpec
 from hf_posswap.families.modules import join, modeling_module, table_at, tensor_at, who

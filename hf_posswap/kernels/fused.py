@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward, fused_takes_groups
+from hf_posswap.compat.torch_dispatch import fused_attention, fused_attention_backward, fused_takes_groups
 from hf_posswap.kernels.trying import works_correctly
 from hf_posswap.utils.devices import attended_dtype, device_type, is_standing_for
 

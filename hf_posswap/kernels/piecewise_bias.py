@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_fake import holds_values
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.kernels.blockwise import Block, attend
 from hf_posswap.kernels.distance_bias import seen_distances
 from hf_posswap.kernels.fused import bias_dtype

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import without_fake_mode
+from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.kernels.merge import Region
 from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.common.piece import Keys, Piece

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_fake import holds_values
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.errors import PositionRangeError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin, default_inv_freq, rotate, widest

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap import load, patch_model, plan_swap, save, unpatch_model, verify_swap
-from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import PosswapError
 from hf_posswap.testing.tiny import tiny_model

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_posswap.compat.transformers_attention import register_attention_function
-from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
-from hf_posswap.compat.transformers_rotary import rope_function
+from hf_posswap.compat.transformers_attention import register_attention_function, rope_function
+from hf_posswap.compat.transformers_calls import keys_of_call, tokens_before
 
 NAME = "posswap_selfcheck"
 """Name of an observing attention function, which stays registered with transformers until the process ends."""

@@ -25,7 +25,7 @@ def register() -> None:
 def _register() -> None:
     from vllm import ModelRegistry
 
-    from hf_posswap.compat.transformers_auto import class_names
+    from hf_posswap.compat.transformers_loading import class_names
     from hf_posswap.patching.record.refusals import architecture_of
     from hf_posswap.serving.guard import install_guard
 

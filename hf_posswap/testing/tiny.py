@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_posswap.compat.torch_random import PrivateRandomness
-from hf_posswap.compat.transformers_auto import class_names
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
+from hf_posswap.compat.transformers_loading import class_names
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnknownNameError
 from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
 

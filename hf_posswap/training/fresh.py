@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.errors import DataError, OptionError
 
 if TYPE_CHECKING:

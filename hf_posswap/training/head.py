@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posswap.compat.torch_wrappers import compiled_original
-from hf_posswap.compat.transformers_deepspeed import is_deepspeed_engine
+from hf_posswap.compat.torch_modules import compiled_original
+from hf_posswap.compat.transformers_models import is_deepspeed_engine
 from hf_posswap.errors import DataError, UnsupportedModelError
 from hf_posswap.patching.plan.plan_swap import unwrap
 

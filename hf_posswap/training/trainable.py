@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_posswap.checkpoints.adapters import add_adapter, import_peft, without_peft_warning
 from hf_posswap.compat.peft_wrappers import name_without_adapter
-from hf_posswap.compat.torch_wrappers import compiled_original, name_without_wrappers
+from hf_posswap.compat.torch_modules import compiled_original, name_without_wrappers
 from hf_posswap.errors import ConfigError, TrainingError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap

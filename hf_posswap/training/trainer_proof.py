@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.compat.peft_wrappers import weights_without_adapters
-from hf_posswap.compat.torch_wrappers import kind_of_wrapper
+from hf_posswap.compat.torch_modules import kind_of_wrapper
 from hf_posswap.errors import CheckpointError, PositionRangeError, SwapVerificationError
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap

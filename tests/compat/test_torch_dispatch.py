@@ -1,15 +1,22 @@
-"""What compat sees of the operators that torch runs."""
+"""What compat sees of operators, of the torch that is installed, against the public functions above them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posswap.compat import torch_dispatch
-from hf_posswap.compat.torch_fake import fake_mode
+from hf_posswap.compat.torch_dispatch import WIDENED, PrivateRandomness, gpu_autocast
+from hf_posswap.compat.torch_tensors import fake_mode
 
 aten = torch.ops.aten
 
@@ -106,3 +113,156 @@ def test_resized_storages_of_other_threads_are_not_told_of() -> None:
         done.result()
     assert (sizes, others) == ([8], [0, 32])
     assert torch.UntypedStorage.resize_ is original
+
+
+DRAWS: dict[str, Callable[[], Tensor]] = {
+    "module": lambda: nn.Linear(3, 3).weight.detach(),
+    "randn": lambda: torch.randn(3),
+    "rand": lambda: torch.rand(3),
+    "randn_like": lambda: torch.randn_like(torch.ones(3)),
+    "randperm": lambda: torch.randperm(50),
+    "randint": lambda: torch.randint(1000, (3,)),
+    "randint from": lambda: torch.randint(5, 1000, (3,)),
+    "normal": lambda: torch.normal(0.0, 1.0, (3,)),
+    "normal_": lambda: torch.empty(3).normal_(),
+    "uniform_": lambda: torch.empty(3).uniform_(),
+    "exponential_": lambda: torch.empty(3).exponential_(),
+    "multinomial": lambda: torch.multinomial(torch.ones(50), 9),
+    "trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(3)),
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_call_of_private_randomness(name: str) -> None:
+    def drawn(seed: int) -> Tensor:
+        with PrivateRandomness(seed):
+            return DRAWS[name]()
+
+    before = torch.get_rng_state()
+    one, same, other = drawn(1), drawn(1), drawn(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_call_keeps_a_generator_that_is_given() -> None:
+    expected = torch.randn(3, generator=torch.Generator().manual_seed(5))
+    with PrivateRandomness(1):
+        assert torch.equal(torch.randn(3, generator=torch.Generator().manual_seed(5)), expected)
+
+
+@pytest.mark.gpu
+def test_call_draws_on_the_device_where_models_are_built() -> None:
+    before = torch.cuda.get_rng_state()
+    with PrivateRandomness(1), torch.device("cuda"):
+        weights = [nn.Linear(3, 3).weight, torch.randn(3), torch.empty(3).normal_()]
+    assert {each.device.type for each in weights} == {"cuda"}
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_what_is_widened_is_so_on_a_gpu_alone(name: str) -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(f"aten::{name}", "AutocastCUDA")
+    assert not has(f"aten::{name}", "AutocastCPU")
+
+
+def test_gpu_autocast() -> None:
+    x = torch.linspace(0.1, 2.0, 6, dtype=torch.bfloat16).view(2, 3).requires_grad_()
+    asked = (lambda: x.pow(3), lambda: functional.layer_norm(x, (3,)), lambda: x.softmax(-1), lambda: x.sum())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {ask().dtype for ask in asked} == {torch.bfloat16}
+        with gpu_autocast():
+            assert {ask().dtype for ask in asked} == {torch.float32}
+            assert torch.softmax(x, -1, dtype=torch.float64).dtype == torch.float64
+            torch.testing.assert_close(x.pow(3), x.float().pow(3))
+            x.pow(3).sum().backward()
+        assert {ask().dtype for ask in asked} == {torch.bfloat16}
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, (3 * x.float() ** 2).bfloat16().detach(), rtol=2**-7, atol=0)
+    with gpu_autocast():
+        assert x.pow(3).dtype == torch.bfloat16  # without autocast nothing is widened
+
+
+def test_gpu_autocast_is_of_its_thread_alone() -> None:
+    x = torch.linspace(0.1, 2.0, 6, dtype=torch.bfloat16).view(2, 3)
+
+    def results() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [x.pow(3), functional.layer_norm(x, (3,)), x.softmax(-1), x.sum(), functional.softplus(x)]
+
+    expected = results()
+    with gpu_autocast(), ThreadPoolExecutor(1) as threads:
+        found = threads.submit(results).result()
+        assert {each.dtype for each in results()} == {torch.float32}
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+
+
+HERE = [
+    pytest.param("cpu", torch.float32, 1e-5, id="cpu"),
+    pytest.param("cuda", torch.bfloat16, 5e-2, id="cuda", marks=pytest.mark.gpu),
+]
+
+
+def inputs(device: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, 2, 16, 8, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize(("device", "dtype", "near"), HERE)
+def test_fused_attention(device: str, dtype: torch.dtype, near: float) -> None:
+    query, key, value = inputs(device, dtype)
+    out, sums, *_ = torch_dispatch.fused_attention(device)(query, key, value, 0.0, True)
+    scores = (query @ key.transpose(-1, -2)).float() / 8**0.5
+    hidden = torch.ones(16, 16, dtype=torch.bool, device=device).triu(1)
+    expected = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(out, scaled_dot_product_attention(query, key, value, is_causal=True), atol=near, rtol=0)
+    torch.testing.assert_close(sums[..., :16], expected, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize(("device", "dtype", "near"), HERE)
+def test_fused_attention_backward(device: str, dtype: torch.dtype, near: float) -> None:
+    given = inputs(device, dtype)
+    out, sums, *rest = torch_dispatch.fused_attention(device)(*given, 0.0, True)
+    grad = torch.ones_like(out)
+    more = (None, None, 16, 16) if device == "cuda" else ()
+    unread = (torch.zeros(2, dtype=torch.int64, device=device),) * 2 if device == "cuda" else ()
+    found = torch_dispatch.fused_attention_backward(device)(grad, *given, out, sums, *more, 0.0, True, *unread)
+    expected = torch.autograd.grad(scaled_dot_product_attention(*given, is_causal=True).sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize(("device", "dtype", "near"), HERE)
+def test_fused_takes_groups(device: str, dtype: torch.dtype, near: float) -> None:
+    """Where it says yes, the public function agrees: told to use these operators alone, it takes groups."""
+    query, (key, value) = inputs(device, dtype)[0], (x[:, :1] for x in inputs(device, dtype)[1:])
+    if not torch_dispatch.fused_takes_groups(device):
+        pytest.skip("this torch is not known to take groups")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    out, *_ = torch_dispatch.fused_attention(device)(query, key, value, 0.0, True)
+    torch.testing.assert_close(out, expected, atol=near, rtol=0)
+
+
+def test_efficient_attention() -> None:
+    names = [argument.name for argument in torch_dispatch.efficient_attention().default._schema.arguments]
+    assert names == ["query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale"]
+    query, key, value = (one.detach().to("meta") for one in inputs("cpu", torch.float32))
+    assert torch_dispatch.efficient_attention()(query, key, value, None, True, 0.1, True)[0].shape == query.shape
+
+
+def test_with_autograd() -> None:
+    """In the kernel of an operator autograd records nothing, but in the block."""
+
+    def kernel(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            assert leaf.square().grad_fn is None
+        with torch_dispatch.with_autograd():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad(leaf.square().sum(), leaf)[0]
+
+    operator = torch.library.custom_op("tests_posswap::twice", kernel, mutates_args=(), schema="(Tensor x) -> Tensor")
+    x = torch.arange(3.0, requires_grad=True)
+    assert torch.equal(operator(x), 2 * torch.arange(3.0))

@@ -1,19 +1,185 @@
-"""The hooks of filling and loading, as the transformers and the torch that are installed call them."""
+"""Models of a config, files of a model, and the hooks of loading, of the transformers that is installed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import GPT2Config, GPT2Model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    PreTrainedTokenizerBase,
+    ViTImageProcessor,
+)
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
-from hf_posswap.compat.transformers_loading import LoadingHooks, ignore_on_load, ignored_on_load
+from hf_posswap.compat import transformers_loading
+from hf_posswap.compat.transformers_loading import WEIGHTS, LoadingHooks, ignore_on_load, ignored_on_load
+from hf_posswap.training.fresh import byte_tokenizer
+from tests.checkpoints.loopback import TOKEN, running
+from tests.toys.house_model import HouseConfig, HouseForCausalLM
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
+
+
+def test_auto_mapping() -> None:
+    mapping = transformers_loading.auto_mapping(AutoModelForCausalLM)
+    assert mapping[GPT2Config] is GPT2LMHeadModel
+    assert LlamaConfig in mapping
+    assert transformers_loading.auto_mapping(GPT2LMHeadModel) is None
+
+
+def test_language_classes() -> None:
+    assert transformers_loading.language_classes("gpt2") == {"CAUSAL_LM": (GPT2Config, GPT2LMHeadModel)}
+    assert set(transformers_loading.language_classes("bert")) == {"CAUSAL_LM", "MASKED_LM"}
+    assert transformers_loading.language_classes("no_such_type") == {}
+
+
+def test_language_classes_that_another_package_registers() -> None:
+    assert transformers_loading.language_classes(HouseConfig.model_type) == {
+        "CAUSAL_LM": (HouseConfig, HouseForCausalLM)
+    }
+
+
+def test_auto_mappings() -> None:
+    class OwnConfig(GPT2Config):
+        """A config that no Auto class knows."""
+
+        model_type = "own_of_a_test"
+
+    class OwnModel(GPT2LMHeadModel):
+        """Its model."""
+
+        config_class = OwnConfig
+
+    found = list(transformers_loading.auto_mappings())
+    of_gpt2 = [mapping for mapping in found if GPT2Config in mapping]
+    assert len(of_gpt2) >= 4  # the base, causal, sequences, tokens, ...
+    ids = set(map(id, found))
+    assert {id(transformers_loading.auto_mapping(auto)) for auto in (AutoModel, AutoModelForCausalLM)} <= ids
+    mapping = transformers_loading.auto_mapping(AutoModelForCausalLM)
+    assert OwnConfig not in mapping  # a config of the same base, and another name
+    mapping.register(OwnConfig, OwnModel, exist_ok=True)
+    assert OwnConfig in mapping
+    assert type(AutoModelForCausalLM.from_config(OwnConfig(**TINY.to_diff_dict()))) is OwnModel
+
+
+def test_class_names() -> None:
+    for task, kind, name in (
+        ("CAUSAL_LM", "gpt2", "GPT2LMHeadModel"),
+        ("MASKED_LM", "bert", "BertForMaskedLM"),
+        ("SEQ_TO_SEQ_CAUSAL_LM", "t5", "T5ForConditionalGeneration"),
+    ):
+        names = transformers_loading.class_names(task)
+        assert names[kind] == name
+        assert set(names.values()) <= set(dir(transformers))
+
+
+def test_build_model() -> None:
+    model = transformers_loading.build_model(GPT2LMHeadModel, TINY, dtype=torch.bfloat16, attn_implementation="eager")
+    assert type(model) is GPT2LMHeadModel
+    assert model.dtype == torch.bfloat16
+    model.set_attn_implementation("sdpa")  # which it may choose, as a loaded one
+
+
+def test_auto_class_name() -> None:
+    for auto, names in {
+        "AutoModelForCausalLM": ("GPT2LMHeadModel", "LlamaForCausalLM"),
+        "AutoModelForMaskedLM": ("BertForMaskedLM",),
+        "AutoModelForSeq2SeqLM": ("T5ForConditionalGeneration", "BartForConditionalGeneration"),
+        "AutoModelForImageTextToText": ("Qwen2VLForConditionalGeneration",),
+        "AutoModelForSpeechSeq2Seq": ("WhisperForConditionalGeneration",),
+        "AutoModelForSequenceClassification": ("BertForSequenceClassification",),
+        "AutoModelForTokenClassification": ("BertForTokenClassification",),
+        "AutoModelForQuestionAnswering": ("BertForQuestionAnswering",),
+        "AutoModelForMultipleChoice": ("BertForMultipleChoice",),
+        "AutoModelForImageClassification": ("ViTForImageClassification",),
+        "AutoModel": ("BertModel", "LlamaModel"),
+    }.items():
+        mapping = transformers_loading.auto_mapping(getattr(transformers, auto))
+        for name in names:
+            assert transformers_loading.auto_class_name(name) == auto
+            cls = getattr(transformers, name)
+            assert mapping[cls.config_class] is cls
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKS = """
+import os
+from huggingface_hub import HfApi, constants
+from hf_posswap.compat.transformers_loading import file_of
+
+HfApi().create_repo("me/files")
+HfApi().upload_file(path_or_fileobj=b"{}", path_in_repo="there.json", repo_id="me/files")
+print(file_of("me/files", "there.json").read_text())
+print(file_of("me/files", "missing.json"))
+constants.HF_HUB_DOWNLOAD_TIMEOUT = constants.HF_HUB_ETAG_TIMEOUT = 2
+os.environ["HF_ENDPOINT"] = constants.ENDPOINT = "http://127.0.0.1:9"
+print(file_of("me/other", "config.json", certain=False, token=False))
+try:
+    file_of("me/other", "config.json", token=False)
+except OSError:
+    print("refused")
+"""
+
+
+def test_file_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "there.json").write_text("{}")
+    assert transformers_loading.file_of(tmp_path, "there.json") == tmp_path / "there.json"
+    assert transformers_loading.file_of(str(tmp_path), "missing.json") is None
+
+
+def test_file_of_a_repository(tmp_path: Path) -> None:
+    with running() as hub:
+        drop = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        environment = {key: value for key, value in os.environ.items() if key not in drop}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+        environment |= {"HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", ASKS]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["{}", "None", "None", "refused"]
+
+
+def test_saved_names_are_those_that_are_written(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).save_pretrained(tmp_path)
+    ViTImageProcessor().save_pretrained(tmp_path)
+    tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path)
+    names = set(os.listdir(tmp_path))
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} < names
+    assert names <= transformers_loading.saved_names(None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"),
+    [
+        ("GPT2Tokenizer", {"vocab.json", "merges.txt"}),
+        ("BertTokenizerFast", {"vocab.txt"}),
+        ("T5Tokenizer", {"spiece.model"}),
+        ("Unheard", set()),
+    ],
+)
+def test_saved_names_of_a_class_of_tokenizers(kind: str, written: set[str]) -> None:
+    assert transformers_loading.saved_names(kind) - transformers_loading.saved_names(None) == written
+
+
+def test_the_index_of_weights_has_its_name() -> None:
+    assert set(WEIGHTS.values()) == {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
+
+
 TABLE = "wpe.weight"
 
 

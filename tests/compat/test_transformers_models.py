@@ -1,4 +1,4 @@
-"""What transformers keeps of models and configs, of the transformers that is installed."""
+"""What transformers keeps of models, configs and DeepSpeed, of the releases that are installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, OPTConfig, OPTModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 from hf_posswap.compat import transformers_models
+from hf_posswap.compat.transformers_models import is_deepspeed_engine, load_whole
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
 WPE = "transformer.wpe.weight"
@@ -226,3 +228,26 @@ def test_without_origin_knows_what_a_load_adds(tmp_path: Path) -> None:
     before, after = built.config.to_dict(), GPT2LMHeadModel.from_pretrained(tmp_path).config.to_dict()
     assert before != after
     assert transformers_models.without_origin(before) == transformers_models.without_origin(after)
+
+
+class Sharding:
+    """What a Trainer leaves behind under ZeRO-3."""
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+def test_load_whole() -> None:
+    left = Sharding()
+    set_hf_deepspeed_config(left)
+    assert is_deepspeed_zero3_enabled()
+    load_whole()
+    assert not is_deepspeed_zero3_enabled()
+
+
+def test_is_deepspeed_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_deepspeed_engine(nn.Linear(2, 2))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    assert not is_deepspeed_engine(nn.Linear(2, 2))
+    assert is_deepspeed_engine(deepspeed.DeepSpeedEngine.__new__(deepspeed.DeepSpeedEngine))

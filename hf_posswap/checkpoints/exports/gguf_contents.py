@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_posswap.checkpoints.exports.claims import FACTORED, LLAMA_KIND, every_sixth, usual_bands, usual_yarn
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
-from hf_posswap.compat.transformers_rotary import rope_function
+from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.rope_layout import permute_rows
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hf_posswap.compat.transformers_auto import class_names
+from hf_posswap.compat.transformers_loading import class_names
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.rope_config import parameters_of, reaching
 from hf_posswap.patching.inspect.describe import model_class_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hf_posswap.compat.transformers_rotary import rope_function
+from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import buffer_name, parameters_of

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.transformers_attention import attention_function, attention_implementation
-from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
-from hf_posswap.compat.transformers_calls import cache_names, find_cache, forward_parameters
+from hf_posswap.compat.transformers_calls import (
+    cache_names,
+    find_cache,
+    forward_parameters,
+    keys_of_call,
+    tokens_before,
+)
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.modules import by_name
 

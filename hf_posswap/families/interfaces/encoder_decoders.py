@@ -13,7 +13,7 @@ from transformers.models.trocr.modeling_trocr import TrOCRAttention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 from transformers.models.xglm.modeling_xglm import XGLMAttention
 
-from hf_posswap.compat.transformers_cache import self_attention_cache
+from hf_posswap.compat.transformers_calls import self_attention_cache
 from hf_posswap.families.interfaces.base import CausalIfDecoder, ThroughInterface
 
 

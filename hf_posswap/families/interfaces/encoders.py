@@ -22,7 +22,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 from transformers.models.siglip.modeling_siglip import SiglipAttention
 from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertSelfAttention
 
-from hf_posswap.compat.transformers_cache import self_attention_cache
+from hf_posswap.compat.transformers_calls import self_attention_cache
 from hf_posswap.families.interfaces.base import CausalIfDecoder, ThroughInterface
 
 

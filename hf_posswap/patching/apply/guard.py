@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from hf_posswap.compat.python_frames import self_of, stacks_of_threads
+from hf_posswap.compat.python_objects import self_of, stacks_of_threads
 from hf_posswap.compat.torch_modules import computes
 from hf_posswap.errors import ModelInUseError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_posswap.compat.python_frames import self_of
-from hf_posswap.compat.torch_wrappers import compiled_original
+from hf_posswap.compat.python_objects import self_of
+from hf_posswap.compat.torch_modules import compiled_original
 from hf_posswap.errors import UnsupportedSwapError
 
 

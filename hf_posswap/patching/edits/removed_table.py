@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import TensorHooks
+from hf_posswap.compat.torch_tensors import holds_values
 
 _ROUNDING = 2.0**-7
 """Tolerance relative to the largest entry of a frozen table: twice the error of rounding it once to bfloat16."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posswap.compat.transformers_auto import auto_mapping
+from hf_posswap.compat.transformers_loading import auto_mapping
 from hf_posswap.errors import (
     AlreadyPatchedError,
     CheckpointError,

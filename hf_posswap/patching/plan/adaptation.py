@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_posswap.compat.torch_fake import without_fake_mode
-from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
+from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import SwapContext

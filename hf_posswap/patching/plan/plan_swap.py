@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_posswap.compat.torch_fake import without_fake_mode
+from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at

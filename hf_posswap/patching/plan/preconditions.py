@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posswap.compat.torch_wrappers import kind_of_wrapper
+from hf_posswap.compat.torch_modules import kind_of_wrapper
 from hf_posswap.compat.transformers_models import tensor_parallel_size
 from hf_posswap.errors import AlreadyPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites, Stack

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from hf_posswap.compat.accelerate_hooks import hook_of
+from hf_posswap.compat.accelerate_state import hook_of
 from hf_posswap.compat.peft_wrappers import (
     base_layer_of,
     change_saved_weights,
@@ -29,8 +29,7 @@ from hf_posswap.compat.peft_wrappers import (
     watch_hotswaps,
 )
 from hf_posswap.compat.torch_modules import give_class
-from hf_posswap.compat.transformers_auto import auto_mappings
-from hf_posswap.compat.transformers_loading import LoadingHooks
+from hf_posswap.compat.transformers_loading import LoadingHooks, auto_mappings
 from hf_posswap.compat.transformers_models import let_record_outputs
 from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import (

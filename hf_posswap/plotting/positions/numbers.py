@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.errors import OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_fake import without_fake_mode
-from hf_posswap.compat.torch_random import PrivateRandomness
+from hf_posswap.compat.torch_dispatch import PrivateRandomness
+from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.errors import PosswapError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import Scheme

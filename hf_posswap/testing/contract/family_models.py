@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Conv1D
 
-from hf_posswap.compat.transformers_auto import language_classes
+from hf_posswap.compat.transformers_loading import language_classes
 from hf_posswap.families import FAMILIES
 from hf_posswap.families.locating import locate
 from hf_posswap.testing.contract.checks import BrokenPromiseError

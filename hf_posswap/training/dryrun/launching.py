@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from yaml import YAMLError
 
-from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment, no_launch
+from hf_posswap.compat.accelerate_state import launch_arguments, launch_environment, no_launch
 from hf_posswap.compat.torch_processes import can_be_fake, fake_processes
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError
 from hf_posswap.training.config.shipped import LAUNCHERS, shipped_recipes

@@ -16,10 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_posswap.compat.torch_dispatch import Watch, argument_names, storage_key, tensors_in, writes
-from hf_posswap.compat.torch_fake import is_nested
-from hf_posswap.compat.torch_kernels import fused_attention, fused_attention_backward
+from hf_posswap.compat.torch_dispatch import (
+    Watch,
+    argument_names,
+    fused_attention,
+    fused_attention_backward,
+    storage_key,
+    tensors_in,
+    writes,
+)
 from hf_posswap.compat.torch_processes import is_collective
+from hf_posswap.compat.torch_tensors import is_nested
 
 aten = torch.ops.aten
 _ROWS = (aten.embedding, aten.index, aten.gather, aten.index_select)

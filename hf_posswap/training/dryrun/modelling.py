@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_posswap.compat.torch_fake import fake_mode, keep_in_place, made_fake, make_fake_as
+from hf_posswap.compat.torch_tensors import fake_mode, keep_in_place, made_fake, make_fake_as
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate

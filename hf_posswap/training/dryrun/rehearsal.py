@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from hf_posswap.compat.torch_dispatch import resized_storages, storage_key
-from hf_posswap.compat.torch_fake import cannot_be_fake
-from hf_posswap.compat.torch_fsdp import gathered_weights, whole_gradients
+from hf_posswap.compat.torch_processes import gathered_weights, whole_gradients
+from hf_posswap.compat.torch_tensors import cannot_be_fake
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.dryrun.meter import ALL_REDUCE, Memory, Meter, Work, ring_bytes

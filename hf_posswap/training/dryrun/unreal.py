@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.compat.torch_autocast import gpu_autocast
-from hf_posswap.compat.torch_dispatch import Watch, reads_number, tensors_in, writes
-from hf_posswap.compat.torch_fake import is_fake, needs_values
-from hf_posswap.compat.torch_kernels import efficient_attention, fused_attention
+from hf_posswap.compat.torch_dispatch import (
+    Watch,
+    efficient_attention,
+    fused_attention,
+    gpu_autocast,
+    reads_number,
+    tensors_in,
+    writes,
+)
+from hf_posswap.compat.torch_tensors import is_fake, needs_values
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.utils.devices import standing_for
 

@@ -13,7 +13,7 @@ from transformers import set_seed
 from transformers.integrations import TensorBoardCallback
 
 from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint, write_files
-from hf_posswap.compat.transformers_deepspeed import load_whole
+from hf_posswap.compat.transformers_models import load_whole
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.scheme_values import finish_blend

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_posswap.compat.transformers_files import file_of
+from hf_posswap.compat.transformers_loading import file_of
 from hf_posswap.errors import ConfigError, MissingDependencyError, RemoteCodeError
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.utils.atomic_io import read_json, write_json

@@ -10,7 +10,7 @@ import torch
 
 from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model
 from hf_posswap.compat.torch_dispatch import Watch, tensors_in
-from hf_posswap.compat.torch_fake import fake_mode, is_fake
+from hf_posswap.compat.torch_tensors import fake_mode, is_fake
 from hf_posswap.errors import BackendWarning, SchemeError
 from tests.training.tiny_models import tiny
 

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap import patch_model, run_recipe
 from hf_posswap.cli import app
-from hf_posswap.compat.accelerate_launch import no_launch
-from hf_posswap.compat.torch_fake import fake_mode
+from hf_posswap.compat.accelerate_state import no_launch
 from hf_posswap.compat.torch_processes import can_be_fake
+from hf_posswap.compat.torch_tensors import fake_mode
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.training.config import Recipe, make_recipe

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import hf_posswap
-from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment
+from hf_posswap.compat.accelerate_state import launch_arguments, launch_environment
 from tests import forked
 from tests.training.engine.test_distributed import (
     LAUNCHERS,

@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 import hf_posswap
 from hf_posswap.adapting import run_recipe
-from hf_posswap.compat.accelerate_launch import launch_arguments, launch_environment
+from hf_posswap.compat.accelerate_state import launch_arguments, launch_environment
 from hf_posswap.errors import ConfigError
 from hf_posswap.training.engine import Services
 from hf_posswap.training.engine.parallel import as_launched, launch_of

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.python_frames import self_of
+from hf_posswap.compat.python_objects import self_of
 from hf_posswap.compat.torch_tensors import in_backward, version_of
 from hf_posswap.families.base import PositionSource
 

@@ -33,8 +33,7 @@ from hf_posswap.compat.transformers_attention import (
     register_attention_function,
     upcast_attention,
 )
-from hf_posswap.compat.transformers_cache import prepare_views
-from hf_posswap.compat.transformers_calls import cache_names, forward_parameters
+from hf_posswap.compat.transformers_calls import cache_names, forward_parameters, prepare_views
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.patching.sites.attention import backends, cached_keys
 from hf_posswap.patching.sites.attention.backends import Request

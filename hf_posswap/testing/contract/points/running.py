@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
-from hf_posswap.compat.transformers_cache import self_attention_cache
+from hf_posswap.compat.transformers_calls import self_attention_cache
 from hf_posswap.testing.contract.caches import with_cache
 from hf_posswap.testing.contract.checks import NOISE, check, check_same, gap
 from hf_posswap.testing.contract.models import PADDING
