@@ -8,7 +8,7 @@ import transformers
 from packaging.version import Version
 
 from hf_posswap.compat.transformers_calls import cache_in
-from hf_posswap.testing.contract.caches import takes_cache, with_cache
+from hf_posswap.testing.contract.pairs import takes_cache, with_cache
 
 __all__ = ["RELEASE", "TOKENS_ARE_NOT_ENOUGH", "UNBUILT", "cache_in", "model_class", "takes_cache", "with_cache"]
 

@@ -19,7 +19,7 @@ from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NotEnoughMemoryError
 from hf_posswap.evaluation.scoring import Reach, reach_of
-from hf_posswap.kernels.made_bias import queries_at_once
+from hf_posswap.kernels.blockwise import queries_at_once
 from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALLS

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.kernels.trying import works_correctly
+from hf_posswap.kernels.fused import works_correctly
 from hf_posswap.utils.devices import device_type, is_standing_for
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One fused attention call that also returns the logarithm of its softmax sums, and its gradient.
+"""One fused attention call that also returns the logarithm of its softmax sums, and its gradient; a test of kernels.
 
 PyTorch's public `scaled_dot_product_attention` does not return those sums; the operators below it do, but they are
 private. So they are looked up by name, and tested once in each process against the formula: if that fails, `available`
@@ -10,14 +10,52 @@ Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithm 1.
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.torch_dispatch import fused_attention, fused_attention_backward, fused_takes_groups
-from hf_posswap.kernels.trying import works_correctly
+from hf_posswap.compat.torch_dispatch import (
+    fused_attention,
+    fused_attention_backward,
+    fused_takes_groups,
+    without_modes,
+)
+from hf_posswap.errors import BackendWarning
 from hf_posswap.utils.devices import attended_dtype, device_type, is_standing_for
+from hf_posswap.utils.format import said_by
+
+TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
+"""Maximum difference of a kernel's result from the formula: in float32, and on a GPU in bfloat16."""
+
+
+def works_correctly(kernel: str, device: str, error: Callable[[str], float]) -> bool:
+    """Return whether a kernel works correctly on `device`; warn if not.
+
+    Args:
+        kernel: the kernel's name in the warning.
+        device: the device type.
+        error: runs the kernel on the device, and returns its largest difference from the formula.
+    """
+    try:
+        with without_modes(), torch.autocast(device, enabled=False):  # autocast would reduce the formula's precision
+            difference = error(device)
+    except Exception as problem:  # any error means that the kernel does not work
+        reason = f"{type(problem).__name__}: {said_by(problem)}"
+    else:
+        if difference <= TOLERANCE[device]:
+            return True
+        reason = f"its results differ from the formula by {difference:.1e}"
+    warnings.warn(
+        f"hf_posswap's {kernel} does not work on torch {torch.__version__}, {device} ({reason}). "
+        "The plain paths are used instead: the same results, slower and with more memory.",
+        BackendWarning,
+        stacklevel=3,
+    )
+    return False
+
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),

@@ -5,7 +5,7 @@ input is the product of a function of distance and a factor of the query. So at 
 consecutive queries are linear in their factors, unless a unit switches there. The network is computed for the first and
 the last of these queries, and interpolated between them; where a unit switches, it is computed for all of them.
 
-As in `distance_bias`, queries are reversed, so that the numbers of a query are a view of those of all distances.
+As in `blockwise.HankelBias`, queries are reversed, so that the numbers of a query are a view of those of all distances.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import holds_values
-from hf_posswap.kernels.blockwise import Block, attend
-from hf_posswap.kernels.distance_bias import seen_distances
+from hf_posswap.kernels.blockwise import Block, attend, seen_distances
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment
 from hf_posswap.utils.devices import without_autocast

@@ -1,8 +1,10 @@
-"""Refusal of swapped checkpoints that vLLM would compute wrongly, before it serves them."""
+"""Refusal of swapped checkpoints that vLLM would compute wrongly, or that no test has run in this version of it."""
 
 from __future__ import annotations
 
 import functools
+import os
+import re
 from typing import Any
 
 import torch
@@ -15,8 +17,70 @@ from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import native_config_class
 from hf_posswap.patching.record.refusals import architecture_of, stock_name
-from hf_posswap.serving.head import head_problem
-from hf_posswap.serving.versions import version_problem
+from hf_posswap.testing.tiny import tiny_model
+
+OLDEST, NEWEST = (0, 32), (0, 32)
+"""Tested releases, (major, minor)."""
+TESTED = "0.32"
+"""The tested releases as text."""
+OVERRIDE = "POSSWAP_VLLM_UNTESTED"
+"""The environment variable that allows any version to serve swapped checkpoints."""
+
+
+def version_problem(version: str) -> str | None:
+    """Return why swapped checkpoints are not served by vLLM `version`, as the rest of a sentence, or None.
+
+    Example:
+        >>> version_problem("0.32.0+cu129") is None, version_problem("0.9.1") is None
+        (True, False)
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    parsed = None if numbers is None else (int(numbers[1]), int(numbers[2]))
+    if os.environ.get(OVERRIDE) == "1" or (parsed is not None and OLDEST <= parsed <= NEWEST):
+        return None
+    return (
+        f"this vLLM is {version}, and hf_posswap has been tested with {TESTED}. Install that; or set {OVERRIDE}=1 to "
+        "serve it all the same, and compare its answers with those of generate"
+    )
+
+
+HEAD_NAME = "lm_head"
+"""Its name in that backend."""
+_IDS = torch.arange(8)[None]  # [1, L]
+_CLOSE = 1e-4
+
+
+def head_name(model_class: Any) -> str:
+    """Return the name of the head in checkpoints of `model_class`: "lm_head", or "embed_out" in GPT-NeoX.
+
+    Example:
+        >>> from transformers import GPTNeoXForCausalLM
+        >>> head_name(GPTNeoXForCausalLM) in ("embed_out", "lm_head")
+        True
+    """
+    model = tiny_model(model_class)
+    head = model.get_output_embeddings()
+    return next(path for path, module in model.named_modules() if module is head)
+
+
+def head_problem(model_class: Any, config: Any) -> str | None:
+    """Return why vLLM's head would not give the logits of `model_class`, as the rest of a sentence, or None.
+
+    vLLM multiplies the output of the base model by the head's weights and by `logit_scale`, and applies soft-capping;
+    its Transformers backend ignores anything else that a class does (Granite divides). A tiny model of the class with
+    the numbers of `config` is used to detect it.
+    """
+    numbers: dict[str, Any] = {name: value for name, value in config.to_dict().items() if isinstance(value, float)}
+    model = tiny_model(model_class, meta=False, **numbers)
+    with torch.no_grad():
+        expected = model(_IDS).logits
+        logits = model.get_output_embeddings()(model.base_model(_IDS)[0]) * numbers.get("logit_scale", 1.0)
+    cap = numbers.get("final_logit_softcapping")
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    if torch.allclose(logits, expected, atol=_CLOSE, rtol=_CLOSE):
+        return None
+    return f"{model_class.__name__} does more to its logits than vLLM's Transformers backend"
+
 
 _EXPORT = "posswap export DIR --target vllm says what vLLM makes of a checkpoint."
 

@@ -1,6 +1,6 @@
 """Tiny models of every class that transformers' Auto maps name for language models: for the census, and for tests.
 
-A config is shrunk field by field, to the sizes in `tiny_sizes`.
+A config is shrunk field by field, to the sizes in `SMALL`, with further settings of some model types in `OWN`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,131 @@ from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.transformers_loading import class_names
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnknownNameError
-from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+TINY_LENGTH = 32
+"""Original length of the tiny models in tokens, if their class supports it."""
+TINY_VOCABULARY = 97
+
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim",
+         "pronunciation_embed_dim", "shape_embed_dim", "input_embedding_size", "output_embedding_size",
+         "entity_emb_size", "d_latents", "audio_hidden_size"), 64,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "dff",
+         "dim_ff", "ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp"), 48,
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+         "expert_ffn_hidden_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 16,
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+         "num_decoder_layers", "num_encoder_layers", "depth"), 4,
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+         "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4,
+    ),
+    **dict.fromkeys(("num_key_value_heads", "index_n_heads"), 2),
+    **dict.fromkeys(
+        ("head_dim", "global_head_dim", "d_kv", "kv_channels", "v_head_dim", "index_head_dim", "attention_head_size"),
+        16,
+    ),
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
+         "mamba_head_dim", "ssm_state_size", "state_size", "mamba_d_state", "index_topk"), 8,
+    ),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "router_hidden_size", "hc_lowrank"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "linear_chunk_size"), 16),
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "num_filters": 2,
+    "blank_token_id": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "rotary_dim": 4,
+    **dict.fromkeys(
+        ("src_vocab_size", "tgt_vocab_size", "shape_vocab_size", "pronunciation_vocab_size", "entity_vocab_size",
+         "encoder_hash_byte_group_vocab", "vocab_size_per_layer_input"), TINY_VOCABULARY,
+    ),
+    "hidden_size_per_layer_input": 8, "downsample_hidden_size": 16, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
+    "max_encoder_position_embeddings": TINY_LENGTH, "max_decoder_position_embeddings": TINY_LENGTH,
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4,
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    "n_group": 1, "topk_group": 1,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), TINY_LENGTH),
+    "original_max_position_embeddings": TINY_LENGTH,
+    **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "attention_chunk_size"), 8),
+    "vocab_size": TINY_VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
+         "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "dropout_rate",
+         "encoder_layerdrop", "decoder_layerdrop", "layerdrop", "embedding_dropout", "resid_dropout",
+         "embed_dropout", "mlp_dropout"), 0.0,
+    ),
+}  # fmt: skip
+"""Sizes by field name, for every config class with such a field."""
+
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_MAMBA = ["linear_attention", "hybrid"] * 2
+_LOCAL = ["sliding_attention", "full_attention"] * 2
+_AXIAL = {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"] * 2,
+          "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 4}  # fmt: skip
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+            "indexer_compress_ratio": 2}  # fmt: skip
+_NO_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
+OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
+    **dict.fromkeys(("big_bird", "bigbird_pegasus"), {"attention_type": "original_full"}),
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 64},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
+    "deepseek_v4": {"head_dim": 32, "index_head_dim": 32},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "lara_mini": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "sliding_attention", *_LOCAL[:2]]},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _LOCAL, "laurel_rank": 4},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_LAYER_INPUT}},
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": _LINEAR},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _LINEAR},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"head_dim": 24},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "qwen4_exp_text": _INDEXER,
+    "led": {"attention_window": 4},
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), {"layer_types": _LINEAR}),
+    "reformer": _AXIAL,
+    "xlnet": {"d_inner": 48},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": _MAMBA},
+    "zamba2": {"layers_block_type": _MAMBA, "use_mem_rope": True},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Further settings by model type."""
+
 
 __all__ = ["TINY_LENGTH", "TINY_VOCABULARY", "language_models", "tiny_config", "tiny_model"]
 

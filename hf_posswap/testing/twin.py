@@ -1,7 +1,7 @@
 """The tiny twin of a model: same class and config, with reduced sizes and the same switches.
 
 Fields that switch code (layer types, windows, biases, the rope type, grouped keys) are kept; widths, heads, layers,
-experts and the vocabulary are set to `tiny_sizes`. Lengths are kept, because rope parameters depend on them.
+experts and the vocabulary are set to those of `tiny`. Lengths are kept, because rope parameters depend on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
-from hf_posswap.testing.tiny_sizes import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
+from hf_posswap.testing.tiny import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
 
 _WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "d_embed")
 """Widths of embeddings, which some classes project if they differ from the hidden size."""

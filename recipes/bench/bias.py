@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from hf_posswap.geometry import Geometry
-from hf_posswap.kernels.distance_bias import attend_by_distance
-from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels.blockwise import attend_by_distance, attend_made
 from hf_posswap.kernels.row_bias import attend_linear
 from hf_posswap.schemes import Fire, Kerple, T5Bias
 from hf_posswap.schemes.alibi import slopes

@@ -13,8 +13,7 @@ from hf_posswap.errors import UnknownNameError
 from hf_posswap.families import FAMILIES
 from hf_posswap.families.locating import REFUSED
 from hf_posswap.patching.inspect.census import ASKED, ClassEntry, census
-from hf_posswap.testing.tiny import language_models, tiny_config, tiny_model
-from hf_posswap.testing.tiny_sizes import TINY_LENGTH, TINY_VOCABULARY
+from hf_posswap.testing.tiny import TINY_LENGTH, TINY_VOCABULARY, language_models, tiny_config, tiny_model
 from tests.docs.pages import text_of
 from tests.stock import UNBUILT
 

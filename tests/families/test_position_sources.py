@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posswap.families.locating import REFUSED, locate
 from hf_posswap.families.sites import Stack
-from hf_posswap.testing.contract.stacks import given
+from hf_posswap.testing.contract.pairs import given
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.contract.models import PADDING
 from tests.contract.others import ALL

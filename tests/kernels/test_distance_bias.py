@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_posswap.kernels import distance_bias, made_bias
-from hf_posswap.kernels.distance_bias import attend_by_distance
-from hf_posswap.kernels.made_bias import attend_made
+from hf_posswap.kernels import blockwise
+from hf_posswap.kernels.blockwise import attend_by_distance, attend_made
 from tests.kernels.gradients import same_with_gradients
 
 SCALING = 0.3
@@ -46,7 +45,7 @@ def tensors(heads: int, groups: int, length: int, keys: int | None = None) -> li
 def test_a_bias_by_distance(length: int, block: int, heads: tuple[int, int], causal: bool, learned: bool) -> None:
     qkv = tensors(*heads, length)
     by_distance = noise(heads[0], length if causal else 2 * length - 1).detach().requires_grad_(learned)
-    with patch.multiple(distance_bias, BLOCK=block, LEARNED_BLOCK=block):
+    with patch.multiple(blockwise, BLOCK=block, LEARNED_BLOCK=block):
         found = attend_by_distance(*qkv, by_distance, scaling=SCALING, causal=causal)
         away = torch.arange(length)[:, None] - torch.arange(length)
         bias = by_distance[:, away.clamp(min=0) if causal else away + length - 1]
@@ -83,7 +82,7 @@ def test_any_bias_with_any_mask(length: int, past: int, pairs: int, masked: str)
         seen = seen[:1]
     added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
     given_mask = {"bool": seen, "additive": added}.get(masked)
-    with patch.multiple(made_bias, PAIRS=pairs, LEAST_ROWS=1):
+    with patch.multiple(blockwise, PAIRS=pairs, LEAST_ROWS=1):
         found = attend_made(*qkv, make, [weight], given_mask, scaling=SCALING, causal=masked == "causal")
         same_with_gradients(found, dense(*qkv, make(slice(None), slice(None), slice(None)), seen), [*qkv, weight])
 

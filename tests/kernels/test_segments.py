@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_posswap.kernels import distance_bias, made_bias, mask_segments, row_bias
-from hf_posswap.kernels.distance_bias import attend_by_distance, by_line, seen_distances
-from hf_posswap.kernels.made_bias import attend_made
-from hf_posswap.kernels.mask_segments import placed, segments_of, together
+from hf_posswap.kernels import blockwise, row_bias
+from hf_posswap.kernels import segments as mask_segments
+from hf_posswap.kernels.blockwise import attend_by_distance, attend_made, by_line, seen_distances
 from hf_posswap.kernels.merge import Region, attend_regions
 from hf_posswap.kernels.row_bias import attend_linear
-from hf_posswap.kernels.segments import Segment, tiles, whole
+from hf_posswap.kernels.segments import Segment, placed, segments_of, tiles, together, whole
 from tests.kernels.gradients import same_with_gradients
 
 SCALING = 0.3
@@ -231,7 +230,7 @@ def test_a_bias_by_distance(batch: tuple[Tensor, Tensor], block: int, learned: b
         return
     qkv, (least, most) = tensors(mask), seen_distances(segments)
     line = noise(4, most - least + 1).detach().requires_grad_(learned)
-    with patch.multiple(distance_bias, BLOCK=block, LEARNED_BLOCK=block):
+    with patch.multiple(blockwise, BLOCK=block, LEARNED_BLOCK=block):
         found = attend_by_distance(*qkv, line, scaling=SCALING, segments=segments)
         at = (apart(mask, positions) - least).clamp(0, most - least)[:, 0]
         scores = products(*qkv[:2]) + line[:, at].transpose(0, 1)
@@ -253,7 +252,7 @@ def test_a_bias_that_is_made(batch: tuple[Tensor, Tensor], pairs: int) -> None:
     def make(rows: slice, queries: slice, keys: slice) -> Tensor:
         return (weight[:, None, None] * away[rows, :, queries, keys]).sin()
 
-    with patch.multiple(made_bias, PAIRS=pairs, LEAST_ROWS=1):
+    with patch.multiple(blockwise, PAIRS=pairs, LEAST_ROWS=1):
         found = attend_made(*qkv, make, [weight], None, scaling=SCALING, causal=True, segments=segments)
         scores = products(*qkv[:2]) + (weight[:, None, None] * away).sin()
         same_with_gradients(found, dense(scores, qkv[2], mask), [*qkv, weight])

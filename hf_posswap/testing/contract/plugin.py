@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from hf_posswap.testing.contract.cases import Case
-    from hf_posswap.testing.contract.registered import Registered
+    from hf_posswap.testing.contract.cases import Case, Registered
 
 OPTION = "--posswap-contract"
 _REGISTERED = pytest.StashKey[list["Registered"]]()
@@ -43,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not modules:
         return
     from hf_posswap.errors import OptionError
-    from hf_posswap.testing.contract.registered import registered_by
+    from hf_posswap.testing.contract.cases import registered_by
 
     try:
         config.stash[_REGISTERED] = [registered_by(module) for module in modules]

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from hf_posswap.testing.contract.caches import with_cache
 from hf_posswap.testing.contract.checks import check, check_same
 from hf_posswap.testing.contract.models import LENGTH, PADDING
-from hf_posswap.testing.contract.pairs import Pair, words
+from hf_posswap.testing.contract.pairs import HEARD, Pair, with_cache, words
 from hf_posswap.testing.contract.point import point
 from hf_posswap.testing.contract.points.masks import counted, first_position
 from hf_posswap.testing.contract.points.running import check_same_texts
-from hf_posswap.testing.contract.stacks import HEARD
 
 PROMPT, TOTAL = 12, 24
 CACHES = ("dynamic", "static")

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.transformers_attention import attention_implementation
-from hf_posswap.testing.contract.attending import attend
 from hf_posswap.testing.contract.checks import CHANGE, NOISE, check, check_differs, check_same, gap
 from hf_posswap.testing.contract.models import LENGTH, PADDING
-from hf_posswap.testing.contract.pairs import Pair, words
+from hf_posswap.testing.contract.pairs import Pair, attend, words
 from hf_posswap.testing.contract.point import not_convolved, placed, point
 
 IDS = words(2, 20)

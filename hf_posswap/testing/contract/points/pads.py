@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.testing.contract.caches import with_cache
 from hf_posswap.testing.contract.checks import check_same
 from hf_posswap.testing.contract.models import PADDING
-from hf_posswap.testing.contract.pairs import Pair, words
+from hf_posswap.testing.contract.pairs import Pair, with_cache, words
 from hf_posswap.testing.contract.point import not_convolved, placed, point
 
 PADS = {"left": range(5), "inside": range(6, 10), "right": range(15, 20), "all": (0, 1, 4, 5, 9, 10, 11, 18, 19)}

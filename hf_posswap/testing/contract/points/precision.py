@@ -12,10 +12,9 @@ from torch import Tensor
 from hf_posswap.compat.transformers_calls import cache_in
 from hf_posswap.families.rope_config import inv_freq_names
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.testing.contract.caches import with_cache
 from hf_posswap.testing.contract.checks import check, check_finite, check_same, gap, raises
 from hf_posswap.testing.contract.models import LENGTH
-from hf_posswap.testing.contract.pairs import Pair, words
+from hf_posswap.testing.contract.pairs import Pair, with_cache, words
 from hf_posswap.testing.contract.point import once, point
 
 IDS = words(2, LENGTH - 2)

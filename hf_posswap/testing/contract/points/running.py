@@ -10,12 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from hf_posswap.compat.transformers_calls import self_attention_cache
-from hf_posswap.testing.contract.caches import with_cache
 from hf_posswap.testing.contract.checks import NOISE, check, check_same, gap
 from hf_posswap.testing.contract.models import PADDING
-from hf_posswap.testing.contract.pairs import LONGER, Pair, logits, words
+from hf_posswap.testing.contract.pairs import HEARD, LONGER, Pair, logits, with_cache, words
 from hf_posswap.testing.contract.point import cached, once, point
-from hf_posswap.testing.contract.stacks import HEARD
 
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
 CACHES = ("dynamic", "static")

@@ -6,9 +6,8 @@ import torch
 
 from hf_posswap.compat.transformers_calls import cache_in
 from hf_posswap.errors import PositionRangeError
-from hf_posswap.testing.contract.caches import with_cache
 from hf_posswap.testing.contract.checks import CHANGE, NOISE, check, check_finite, check_same, gap, raises
-from hf_posswap.testing.contract.pairs import LONGER, Pair, words
+from hf_posswap.testing.contract.pairs import LONGER, Pair, with_cache, words
 from hf_posswap.testing.contract.point import placed, point
 from hf_posswap.testing.contract.points.masks import first_position
 
