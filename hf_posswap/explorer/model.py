@@ -85,12 +85,14 @@ def model_facts(
     length = explanation.report.limit if explanation.plan is None else explanation.plan.max_length
     scheme_text = written or (scheme.name if scheme is not None else None)
     case = Case(name, skeleton, explanation.report, "other", int(skeleton.num_parameters()), length, 0, None)
+    window = explanation.report.geometry.original_length
+    lengths = [window * 2**k for k in range(_DOUBLINGS) if window * 2**k < length]
     serving = _serving(case, scheme, how) if explanation.report.swapped is None and explanation.refusal is None else ()
     return ModelFacts(
         name,
         explanation,
         scheme,
-        _costs(swapped, explanation.report.geometry.original_length, length),
+        tuple(_cost(swapped, tokens) for tokens in [*lengths, length]),
         serving,
         _commands(case, scheme_text if is_planned else None, how, serving),
     )
@@ -102,11 +104,6 @@ def _swapped(skeleton: Any, scheme: Any, how: dict[str, Any]) -> Any:
         return patch_model(on_meta(copy.deepcopy(skeleton.config)), scheme, **how)
     except PosswapError:
         return skeleton
-
-
-def _costs(model: Any, window: int, length: int) -> tuple[LengthCost, ...]:
-    lengths = [window * 2**k for k in range(_DOUBLINGS) if window * 2**k < length]
-    return tuple(_cost(model, tokens) for tokens in [*lengths, length])
 
 
 def _cost(model: Any, length: int) -> LengthCost:

@@ -298,11 +298,13 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if scheme not in SCHEMES and scheme not in TERMS:
         scheme, options = _from_text(scheme, options)
     cls = scheme_class(scheme)
-    known = [field.name for field in dataclasses.fields(cls)]
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
     unknown = [option for option in options if option not in known]
     if unknown:
         raise unknown_field(scheme, unknown, known)
-    needed = [field.name for field in dataclasses.fields(cls) if _is_required(field) and field.name not in options]
+    required = [f.name for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING]
+    needed = [name for name in required if name not in options]
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
     return cls(**options)
@@ -397,10 +399,6 @@ def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
         ['alibi_2d', 'learned_2d', 'nope', 'rope_2d', 'sinusoidal_2d']
     """
     return {name: cls for name, cls in SCHEMES.items() if inputs in cls.inputs}
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def names_one_scheme(scheme: Mapping[Any, Any]) -> bool:

@@ -117,7 +117,8 @@ class PerLayer(Layered):
 
     def __post_init__(self) -> None:
         given = self.layers
-        if not isinstance(given, Mapping) and not _is_pairs(given):
+        are_pairs = isinstance(given, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in given)
+        if not isinstance(given, Mapping) and not are_pairs:
             raise SchemeError(f"{self.name}: layers must map layers to schemes, as in {{0: 'rope'}}, got {given!r}.")
         pairs = given.items() if isinstance(given, Mapping) else given
         layers = {_layer(self.name, key): inside(self.name, f"layers[{key}]", value) for key, value in pairs}
@@ -236,10 +237,6 @@ class RNoPE(Layered):
     @classmethod
     def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
         return {} if geometry.num_layers >= 4 else {"layers": [geometry.num_layers - 1]}
-
-
-def _is_pairs(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
 
 
 def _layer(owner: str, value: Any) -> int:

@@ -46,15 +46,13 @@ class RotaryScheme(Scheme):
 
     def __post_init__(self) -> None:
         if self.base is not None:
-            object.__setattr__(self, "base", self._checked_base(self.base))
+            checked = checks.number(self.name, "base", self.base, above=1.0, maximum=checks.LARGEST)
+            object.__setattr__(self, "base", checked)
         if self.partial is not None:
             checked = checks.number(self.name, "partial", self.partial, above=0.0, maximum=1.0)
             object.__setattr__(self, "partial", checked)
         if self.layout is not None:
             checks.choice(self.name, "layout", self.layout, ("half", "interleaved"))
-
-    def _checked_base(self, base: float) -> float:
-        return checks.number(self.name, "base", base, above=1.0, maximum=checks.LARGEST)
 
     @property
     def length_dependent(self) -> bool:

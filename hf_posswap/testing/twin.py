@@ -68,7 +68,8 @@ def _nested_configs(config: Any) -> list[Any]:
 def _cut(config: Any, all_layers: bool) -> None:
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     overrides = OWN.get(getattr(config, "model_type", ""), {})
-    sizes = {name: value for name, value in (SMALL | _whole_numbers(overrides)).items() if _is_size(values.get(name))}
+    overrides = {name: value for name, value in overrides.items() if _is_size(value)}  # others are no sizes
+    sizes = {name: value for name, value in (SMALL | overrides).items() if _is_size(values.get(name))}
     small = {name: value for name, value in sizes.items() if name not in (*_LENGTHS, *_DEPTHS)}
     hidden, heads = _first(values, "hidden_size", config), _first(values, "num_attention_heads", config)
     small |= {name: 64 if values[name] == hidden else 32 for name in _WIDTHS if _is_size(values.get(name))}
@@ -94,11 +95,6 @@ def _cut(config: Any, all_layers: bool) -> None:
         small["rope_parameters"] = _cut_rope(rope, tiny / width if width else 1.0)
     for name, value in small.items():
         setattr(config, name, value)
-
-
-def _whole_numbers(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the overrides of a model type that are sizes: whole numbers, or lists of them."""
-    return {name: value for name, value in overrides.items() if _is_size(value) or _are_sizes(value)}
 
 
 def _is_size(value: Any) -> bool:
