@@ -19,7 +19,7 @@ from hf_posswap.patching.inspect.paged import mechanisms_of, slopes_of
 from hf_posswap.patching.record.model_class import MARKED, native_class
 from hf_posswap.patching.record.refusals import stock_name, unmark
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
-from hf_posswap.patching.sites.attention.config_view import ConfigView
+from hf_posswap.patching.sites.attention.function import ConfigView
 from hf_posswap.serving.guard import HEAD_NAME, head_name
 
 SERVED = "posswap_vllm"

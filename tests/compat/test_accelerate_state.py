@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_posswap.compat import accelerate_state
 from hf_posswap.compat.accelerate_state import is_connected
-from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from tests import forked
 from tests.training.tiny_models import tiny
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.python_objects import rebound, self_of, stacks_of_threads
-from hf_posswap.patching.verify.behaviour import copy_sharing_weights
+from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from tests.training.tiny_models import tiny
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posswap.compat.torch_fake import cannot_be_fake, fake_mode, is_fake
+from hf_posswap.compat.torch_tensors import cannot_be_fake, fake_mode, is_fake
 from hf_posswap.patching.sites.attention import positions
 from hf_posswap.schemes import schemes_for
 from hf_posswap.training.dryrun.unreal import as_on_gpu

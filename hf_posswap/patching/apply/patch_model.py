@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
-from hf_posswap.compat.torch_fake import make_fake_as, without_fake_mode
+from hf_posswap.compat.torch_tensors import make_fake_as, without_fake_mode
 from hf_posswap.compat.transformers_models import fill_weights, is_initialised, mark_initialised
 from hf_posswap.errors import NotPatchedError, RecordError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.modules import is_removed

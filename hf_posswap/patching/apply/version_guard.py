@@ -31,7 +31,7 @@ from hf_posswap.compat.transformers_models import lasting_values
 from hf_posswap.errors import OptionError, PosswapError, UnsupportedSwapError, UntestedVersionWarning
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.families.rotary_compatibility import MOVED_BY_SHIFT
+from hf_posswap.families.rotary import MOVED_BY_SHIFT
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_posswap.compat.accelerate_hooks import hook_of, offloading_hooks, set_hook, without_offload
-from hf_posswap.compat.torch_fake import holds_values
+from hf_posswap.compat.accelerate_state import hook_of, offloading_hooks, set_hook, without_offload
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.families.modules import owner_of, replace_everywhere
 from hf_posswap.patching.edits.edit import Edit, Saved
 

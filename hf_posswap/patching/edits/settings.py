@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import holds_values
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.families.modules import get, owner_of
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.edits.edit import BuiltByConfig, Edit, Saved, Site, TouchesNothing

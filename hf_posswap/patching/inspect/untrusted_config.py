@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hf_posswap.compat.transformers_auto import auto_mapping
+from hf_posswap.compat.transformers_loading import auto_mapping
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError
 from hf_posswap.families.rope_config import config_at, parameters_of

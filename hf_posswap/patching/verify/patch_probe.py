@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hf_posswap.errors import SwapVerificationError
-from hf_posswap.families.images import PatchTable, tensor_at
-from hf_posswap.families.sites import Stack
+from hf_posswap.families.modules import tensor_at
+from hf_posswap.families.sites import PatchTable, Stack
 from hf_posswap.patching.edits.restore import device_of
 from hf_posswap.patching.sites.embedding.patch_edits import AnyImageSize
 from hf_posswap.patching.verify.probe import Expected, NoEffectSeen, Noise, Probe, gap
-from hf_posswap.schemes.common.grid_table import GridTable
-from hf_posswap.schemes.learned_2d import Learned2D
+from hf_posswap.schemes.common.table import GridTable
+from hf_posswap.schemes.learned import Learned2D
 
 Size = tuple[int, int]
 

@@ -34,8 +34,7 @@ from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import Layered
 from hf_posswap.schemes.mechanism import Mechanism, by_head
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.schemes.sum import Native, Sum, SumMechanism
-from hf_posswap.schemes.together import Together
+from hf_posswap.schemes.sum import Native, Sum, SumMechanism, Together
 
 _UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
 

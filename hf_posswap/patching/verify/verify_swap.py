@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posswap.compat.accelerate_hooks import take_out_of_autocast
-from hf_posswap.compat.python_functions import rebound
+from hf_posswap.compat.accelerate_state import take_out_of_autocast
+from hf_posswap.compat.python_objects import rebound
 from hf_posswap.compat.torch_modules import unchanged
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.apply.applied import check_structure, unread_record

@@ -21,22 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import holds_values, is_fake
-from hf_posswap.compat.torch_tensors import transforms_active
+from hf_posswap.compat.torch_tensors import holds_values, is_fake, transforms_active
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import fused
+from hf_posswap.kernels.blockwise import attend_by_distance, attend_made, by_line, seen_distances
 from hf_posswap.kernels.calls import attend as attend_calls
 from hf_posswap.kernels.calls import numbered_anew
-from hf_posswap.kernels.distance_bias import attend_by_distance, by_line, seen_distances
 from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
 from hf_posswap.kernels.fused import bias_dtype
-from hf_posswap.kernels.made_bias import attend_made
-from hf_posswap.kernels.mask_segments import placed, segments_of, together
 from hf_posswap.kernels.merge import mergeable, region_calls
 from hf_posswap.kernels.piecewise_bias import PiecewiseBlocks, attend_piecewise, piecewise_blocks
 from hf_posswap.kernels.row_bias import attend_linear, linear_calls
-from hf_posswap.kernels.segments import Segment, whole
+from hf_posswap.kernels.segments import Segment, placed, segments_of, together, whole
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
 from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.base import Scheme

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import keep_address, version_of
-from hf_posswap.compat.transformers_cache import (
+from hf_posswap.compat.transformers_calls import (
     cache_layer_class,
     is_growing_layer,
     quantized_keys,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.compat.torch_modules import pre_hooks
-from hf_posswap.compat.transformers_cache import cache_view, self_attention_cache
-from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
+from hf_posswap.compat.transformers_calls import cache_view, find_cache, is_paged_cache, self_attention_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import CarriedModule, by_name, entry_signature, is_removed, owner_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.kvpress_masks import has_masked_keys
-from hf_posswap.compat.torch_kernels import with_autograd
+from hf_posswap.compat.torch_dispatch import with_autograd
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.compat.transformers_attention import (
     IMPLEMENTATION,
@@ -40,9 +40,8 @@ from hf_posswap.patching.sites.attention.backends import Request
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
 from hf_posswap.patching.sites.attention.split_attention import attend_split
-from hf_posswap.schemes.common.numbered import numbered
 from hf_posswap.schemes.common.piece import Keys
-from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism, numbered
 from hf_posswap.utils.devices import as_attended
 
 # Code from a checkpoint has another name: several versions of the package may run in one process.

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import give_class
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.compat.transformers_attention import (
     can_choose_attention,
     let_choose_attention,
     let_class_choose_attention,
 )
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.attention_traits import NativeScheme, RelativePart
+from hf_posswap.families.base import NativeScheme, RelativePart
 from hf_posswap.families.modules import get, join, matching, owner_of, replace_everywhere
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import Sites, Stack

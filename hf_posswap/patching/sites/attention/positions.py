@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
-from hf_posswap.compat.transformers_cache import keys_of_call, tokens_before
+from hf_posswap.compat.transformers_calls import keys_of_call, tokens_before
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import by_name, entry_signature

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.errors import PositionRangeError
-from hf_posswap.families.images import tensor_at
-from hf_posswap.families.modules import WeakModule, owner_of
+from hf_posswap.families.modules import WeakModule, owner_of, tensor_at
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import AppliedAgain, Edit, Saved, TouchesNothing
 from hf_posswap.patching.edits.removed_table import holds, not_rows, not_zero
@@ -22,7 +21,7 @@ from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks, replace_
 from hf_posswap.patching.edits.settings import BufferEdit
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.patching.sites.embedding.table_edits import unfitted
-from hf_posswap.schemes.common.grid_table import GridTable
+from hf_posswap.schemes.common.table import GridTable
 
 ROWS_METHOD = "interpolate_pos_encoding"
 """The name in transformers of the method that returns the rows, and of the argument that enables it."""

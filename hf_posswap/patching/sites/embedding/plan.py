@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.accelerate_hooks import offloading_hooks
+from hf_posswap.compat.accelerate_state import offloading_hooks
 from hf_posswap.compat.peft_wrappers import is_adapted
-from hf_posswap.compat.torch_fake import holds_values, is_plain
+from hf_posswap.compat.torch_tensors import holds_values, is_plain
 from hf_posswap.compat.transformers_models import unsaved_keys, without_initialising
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.images import PatchTable, tensor_at
-from hf_posswap.families.modules import get, has_buffer, join
+from hf_posswap.families.modules import get, has_buffer, join, tensor_at
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.families.sites import TokenTable
+from hf_posswap.families.sites import PatchTable, TokenTable
 from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.edits.settings import SetAttribute
@@ -38,9 +37,8 @@ from hf_posswap.patching.sites.embedding.table_edits import (
 )
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
-from hf_posswap.schemes.common.grid_table import GridTable
-from hf_posswap.schemes.common.table import TableScheme
-from hf_posswap.schemes.learned_2d import Learned2D
+from hf_posswap.schemes.common.table import GridTable, TableScheme
+from hf_posswap.schemes.learned import Learned2D
 
 
 def plan_embedding(context: SwapContext) -> PlanDraft:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
-from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.compat.transformers_calls import find_cache, is_paged_cache
 from hf_posswap.compat.transformers_models import mark_initialised, set_unsaved_keys, unsaved_keys
 from hf_posswap.errors import PositionRangeError

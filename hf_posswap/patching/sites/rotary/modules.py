@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_fake import holds_values
 from hf_posswap.compat.torch_modules import pre_hooks
-from hf_posswap.compat.transformers_rotary import rope_function
+from hf_posswap.compat.torch_tensors import holds_values
+from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import PosswapError
 from hf_posswap.families.measuring import rounds
 from hf_posswap.families.rope_config import buffer_name, config_at, factor_of, inv_freq_names, parameters_of, rope_sets

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posswap.compat.transformers_attention import runs_longrope_by_layer_type
 from hf_posswap.compat.transformers_models import without_initialising
-from hf_posswap.compat.transformers_rotary import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
-from hf_posswap.families.rotary_compatibility import POSITIONS_ELSEWHERE
+from hf_posswap.families.rotary import POSITIONS_ELSEWHERE
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.edits.edit import PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import Scalar, setting_edits, settings_to_follow

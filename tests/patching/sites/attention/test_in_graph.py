@@ -15,8 +15,7 @@ from transformers import StaticCache
 
 from hf_posswap import set_backend
 from hf_posswap.patching.sites.attention import function
-from hf_posswap.schemes.common.numbered import numbered
-from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism, numbered
 from tests.patching.sites.attention.encoders import swapped_bert
 from tests.patching.sites.attention.test_situations import (
     EXACT,
