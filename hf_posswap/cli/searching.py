@@ -142,8 +142,7 @@ def _contents(paths: list[Path], column: str) -> list[str]:
         OptionError: there is no path.
         DataError: a path cannot be read, or is a data set on the Hub, which has no known length.
     """
-    from hf_posswap.text.files import file_documents, files_below
-    from hf_posswap.text.hub import hub_text
+    from hf_posswap.text.documents import file_documents, files_below, hub_text
 
     if not paths:
         raise OptionError("give texts to search on: --text books/.")

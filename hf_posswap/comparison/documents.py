@@ -18,8 +18,15 @@ import numpy as np
 
 from hf_posswap.errors import DataError, DataWarning, OptionError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
-from hf_posswap.text.files import file_documents, files_below, row_documents
-from hf_posswap.text.hub import HubText, hub_documents, hub_text, require_datasets
+from hf_posswap.text.documents import (
+    HubText,
+    file_documents,
+    files_below,
+    hub_documents,
+    hub_text,
+    require_datasets,
+    row_documents,
+)
 from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
 from hf_posswap.text.tokens import split_by_length
 from hf_posswap.utils.format import public_name

@@ -19,10 +19,9 @@ from hf_posswap.errors import DataError
 from hf_posswap.evaluation.compat import PROTOCOLS, protocol_losses, protocol_perplexity
 from hf_posswap.evaluation.cost import costs_are_possible, measure_cost
 from hf_posswap.evaluation.ctx_gain import context_gain, context_losses, contexts_of, far_context
-from hf_posswap.evaluation.eff_len import effective_length
 from hf_posswap.evaluation.longppl import KeySpans, long_perplexity
 from hf_posswap.evaluation.offset_probe import offset_change, offset_losses, offsets_of
-from hf_posswap.evaluation.passkey import PasskeyTask, answer_prompt, passkey_keys
+from hf_posswap.evaluation.passkey import PasskeyTask, answer_prompt, effective_length, passkey_keys
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
 from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt, ruler_score
 from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_regression

@@ -14,8 +14,6 @@ from hf_posswap.evaluation.ctx_gain import context_gain as context_gain
 from hf_posswap.evaluation.ctx_gain import context_losses as context_losses
 from hf_posswap.evaluation.ctx_gain import contexts_of as contexts_of
 from hf_posswap.evaluation.ctx_gain import far_context as far_context
-from hf_posswap.evaluation.eff_len import EffectiveLength as EffectiveLength
-from hf_posswap.evaluation.eff_len import effective_length as effective_length
 from hf_posswap.evaluation.longppl import KeySpans as KeySpans
 from hf_posswap.evaluation.longppl import find_key_spans as find_key_spans
 from hf_posswap.evaluation.longppl import long_perplexity as long_perplexity
@@ -33,9 +31,11 @@ from hf_posswap.evaluation.offset_probe import OffsetScore as OffsetScore
 from hf_posswap.evaluation.offset_probe import offset_change as offset_change
 from hf_posswap.evaluation.offset_probe import offset_losses as offset_losses
 from hf_posswap.evaluation.offset_probe import offsets_of as offsets_of
+from hf_posswap.evaluation.passkey import EffectiveLength as EffectiveLength
 from hf_posswap.evaluation.passkey import PasskeyCell as PasskeyCell
 from hf_posswap.evaluation.passkey import PasskeyTask as PasskeyTask
 from hf_posswap.evaluation.passkey import answer_prompt as answer_prompt
+from hf_posswap.evaluation.passkey import effective_length as effective_length
 from hf_posswap.evaluation.passkey import passkey_grid as passkey_grid
 from hf_posswap.evaluation.passkey import passkey_keys as passkey_keys
 from hf_posswap.evaluation.perplexity import LengthScore as LengthScore

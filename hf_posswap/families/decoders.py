@@ -5,7 +5,6 @@ The attention of most lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,6 @@ from hf_posswap.families.base import (
     TableSpec,
     register,
 )
-from hf_posswap.families.encoder_decoders import encoder_decoder_interface
 from hf_posswap.families.interfaces.base import fitting
 from hf_posswap.families.rotary import rotary_modules
 
@@ -55,24 +53,50 @@ register(
 )
 
 
-def _decoder_interface(name: str, module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces import decoders
+def _gpt_neo(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.gpt_neo import GPTNeoInterface
 
-    return fitting(module, getattr(decoders, name))
+    return fitting(module, GPTNeoInterface)
+
+
+def _openai(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.openai import OpenAIGPTInterface
+
+    return fitting(module, OpenAIGPTInterface)
+
+
+def _xglm(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bart_like import XGLMInterface
+
+    return fitting(module, XGLMInterface)
+
+
+def _mpt(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.mpt import MptInterface
+
+    return fitting(module, MptInterface)
+
+
+def _falcon(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.falcon import FalconInterface
+
+    return fitting(module, FalconInterface)
 
 
 def _rotary_inside(module: nn.Module) -> type | str:
     if attends_by_interface(type(module)):  # since 5.24
         return type(module)
-    from hf_posswap.families.interfaces import gptj
+    from hf_posswap.families.interfaces.gptj import CodeGenInterface, GPTJInterface
 
-    return fitting(module, gptj.GPTJInterface, gptj.CodeGenInterface)
+    return fitting(module, GPTJInterface, CodeGenInterface)
 
 
 def _bloom(module: nn.Module) -> type | str:
     if module.pretraining_tp > 1 and module.slow_but_exact:  # type: ignore[operator]
         return "its config says slow_but_exact with pretraining_tp > 1, which transformers itself cannot run."
-    return _decoder_interface("BloomInterface", module)
+    from hf_posswap.families.interfaces.bloom import BloomInterface
+
+    return fitting(module, BloomInterface)
 
 
 def _interleaved(config: Any) -> NativeScheme:
@@ -113,7 +137,7 @@ register(
                 "",
                 "h.*.attn.attention",
                 table=TableSpec("wpe"),
-                traits=AttentionTraits(partial(_decoder_interface, "GPTNeoInterface"), ends=True),
+                traits=AttentionTraits(_gpt_neo, ends=True),
             ),
         ),
     )
@@ -128,7 +152,7 @@ register(
                 "",
                 "h.*.attn",
                 table=TableSpec("positions_embed", buffers=("position_ids",)),
-                traits=AttentionTraits(partial(_decoder_interface, "OpenAIGPTInterface"), ends=True),
+                traits=AttentionTraits(_openai, ends=True),
             ),
         ),
     )
@@ -143,7 +167,7 @@ register(
                 "",
                 "layers.*.self_attn",
                 table=TableSpec("embed_positions", offset=2, kind="sinusoidal", computed=True),
-                traits=AttentionTraits(partial(encoder_decoder_interface, ("XGLMInterface",))),
+                traits=AttentionTraits(_xglm),
             ),
         ),
     )
@@ -203,7 +227,7 @@ register(
                 "",
                 "blocks.*.attn",
                 traits=AttentionTraits(
-                    partial(_decoder_interface, "MptInterface"),
+                    _mpt,
                     positions=_alibi,
                     scheme="alibi",
                     length_name="max_seq_len",
@@ -226,7 +250,7 @@ register(
                 "",
                 "h.*.self_attention",
                 traits=AttentionTraits(
-                    partial(_decoder_interface, "FalconInterface"),
+                    _falcon,
                     positions=_scaled_alibi,
                     scheme="alibi",
                     switch=("", "use_alibi"),

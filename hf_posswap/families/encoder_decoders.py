@@ -6,22 +6,32 @@ Cross-attention uses no positions and stays unchanged.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from hf_posswap.compat.transformers_attention import attends_by_interface
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, StackSpec, TableSpec, register
-from hf_posswap.families.encoders import encoder_interface, sees_blocks
+from hf_posswap.families.encoders import sees_blocks
 from hf_posswap.families.interfaces.base import fitting
 
 
-def encoder_decoder_interface(names: tuple[str, ...], module: nn.Module) -> type | str:
-    """Return, as `encoder_interface` does, the class of those called `names` that replaces the forward of `module`."""
-    from hf_posswap.families.interfaces import encoder_decoders
+def _mvp(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bart_like import MvpInterface
 
-    return fitting(module, *(getattr(encoder_decoders, name) for name in names))
+    return fitting(module, MvpInterface)
+
+
+def _trocr(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bart_like import TrOCRInterface
+
+    return fitting(module, TrOCRInterface)
+
+
+def _bigbird_pegasus(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.bert_like import BigBirdPegasusInterface
+
+    return fitting(module, BigBirdPegasusInterface)
 
 
 def _prompts(config: Any) -> str | None:
@@ -76,7 +86,7 @@ register(
         stacks=tuple(
             replace(
                 stack,
-                traits=AttentionTraits(partial(encoder_decoder_interface, ("MvpInterface",)), closed=_prompts),
+                traits=AttentionTraits(_mvp, closed=_prompts),
             )
             for stack in stacks(offset=2)
         ),
@@ -99,7 +109,7 @@ register(
             replace(
                 stacks()[0],
                 attention="encoder.layers.*.self_attn.self",
-                traits=AttentionTraits(partial(encoder_interface, ("BigBirdPegasusInterface",)), closed=sees_blocks),
+                traits=AttentionTraits(_bigbird_pegasus, closed=sees_blocks),
             ),
             *decoder_alone(),
         ),
@@ -141,7 +151,7 @@ register(
         stacks=(
             replace(
                 *decoder_alone(offset=2),
-                traits=AttentionTraits(partial(encoder_decoder_interface, ("TrOCRInterface",))),
+                traits=AttentionTraits(_trocr),
             ),
         ),
     )
@@ -162,7 +172,9 @@ def _t5(module: nn.Module) -> type | str:
         return type(module)
     if type(module).__name__ == "SwitchTransformersAttention":
         return "this release of transformers gives its bias only to the first layer: nothing can be put inside."
-    return encoder_decoder_interface(("T5Interface", "MT5Interface", "UMT5Interface", "LongT5Interface"), module)
+    from hf_posswap.families.interfaces.t5 import LongT5Interface, MT5Interface, T5Interface, UMT5Interface
+
+    return fitting(module, T5Interface, MT5Interface, UMT5Interface, LongT5Interface)
 
 
 def _stack(name: str) -> StackSpec:

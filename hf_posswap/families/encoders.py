@@ -5,7 +5,6 @@ The attention of many lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_SEES_THE_FUTURE = "this release of transformers lets such decoders see future tokens: nothing can be put inside."
 _ATTENTION = "encoder.layer.*.attention.self"
 _TABLE = "embeddings.position_embeddings"
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
@@ -26,14 +26,34 @@ _LEARNED = TableSpec(_TABLE, buffers=_BUFFERS)
 _PADDED = TableSpec(_TABLE, offset="padding", config_counts_offset=True, buffers=_BUFFERS)
 
 
-def encoder_interface(names: tuple[str, ...], module: nn.Module) -> type | str:
-    """Return the class of those called `names` that replaces the forward of `module`, or why none does.
+def _layoutlm(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.layoutlm import LayoutLMInterface
 
-    The classes are imported only here, when a model needs one: they import model code of transformers.
-    """
-    from hf_posswap.families.interfaces import encoders
+    return fitting(module, LayoutLMInterface)
 
-    return fitting(module, *(getattr(encoders, name) for name in names))
+
+def _convbert(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.convbert import ConvBertInterface
+
+    return fitting(module, ConvBertInterface)
+
+
+def _squeezebert(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.squeezebert import SqueezeBertInterface
+
+    return fitting(module, SqueezeBertInterface)
+
+
+def _mpnet(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.mpnet import MPNetInterface
+
+    return fitting(module, MPNetInterface)
+
+
+def _deberta(module: nn.Module) -> type | str:
+    from hf_posswap.families.interfaces.deberta import DebertaInterface, DebertaV2Interface
+
+    return fitting(module, DebertaInterface, DebertaV2Interface)
 
 
 def is_absolute_esm(config: PreTrainedConfig) -> bool:
@@ -61,7 +81,7 @@ register(
                 _ATTENTION,
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",)),
                 causal=False,
-                traits=AttentionTraits(partial(encoder_interface, ("LayoutLMInterface",))),
+                traits=AttentionTraits(_layoutlm),
             ),
         ),
         kept=tuple(f"embeddings.{name}_position_embeddings" for name in "xyhw"),
@@ -129,9 +149,18 @@ def is_decoder(config: Any) -> bool:
 
 def _bert_like(module: nn.Module) -> type | str:
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
-    names = ("BigBirdInterface", "MegatronBertInterface", "RemBertInterface", "RoFormerInterface")
-    return encoder_interface(names, module)
+        return _SEES_THE_FUTURE
+    from hf_posswap.families.interfaces.bert_like import BigBirdInterface, MegatronBertInterface, RemBertInterface
+
+    return fitting(module, BigBirdInterface, MegatronBertInterface, RemBertInterface)
+
+
+def _roformer(module: nn.Module) -> type | str:
+    if module.is_decoder and not masks_the_future(modeling_module(module)):
+        return _SEES_THE_FUTURE
+    from hf_posswap.families.interfaces.roformer import RoFormerInterface
+
+    return fitting(module, RoFormerInterface)
 
 
 def _attending_heads(config: Any) -> tuple[int, int]:
@@ -176,7 +205,7 @@ register(
                 _ATTENTION,
                 table=_LEARNED,
                 traits=AttentionTraits(
-                    partial(encoder_interface, ("ConvBertInterface",)),
+                    _convbert,
                     causal=is_decoder,
                     heads=_attending_heads,
                 ),
@@ -209,7 +238,7 @@ register(
                 "",
                 "encoder.layers.*.attention",
                 table=_LEARNED,
-                traits=AttentionTraits(partial(encoder_interface, ("SqueezeBertInterface",)), causal=is_decoder),
+                traits=AttentionTraits(_squeezebert, causal=is_decoder),
             ),
         ),
     )
@@ -242,7 +271,7 @@ register(
                 ),
                 causal=False,
                 traits=AttentionTraits(
-                    partial(encoder_interface, ("MPNetInterface",)),
+                    _mpnet,
                     positions=_thirty_two_buckets,
                     scheme="t5",
                     made_from="encoder.relative_attention_bias",
@@ -264,7 +293,7 @@ register(
                 "",
                 _ATTENTION,
                 traits=AttentionTraits(
-                    _bert_like,
+                    _roformer,
                     positions=_interleaved,
                     scheme="rope",
                     made_from="encoder.embed_positions",
@@ -304,7 +333,7 @@ register(
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",), absent=_has_no_table),
                 causal=False,
                 traits=AttentionTraits(
-                    partial(encoder_interface, ("DebertaInterface", "DebertaV2Interface")),
+                    _deberta,
                     closed=_talks,
                     relative=RelativePart(
                         config_name="relative_attention",

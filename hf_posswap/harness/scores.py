@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_posswap.errors import DataError
-from hf_posswap.evaluation.eff_len import RULER_BAR, longest_passing
+from hf_posswap.evaluation.passkey import RULER_BAR, longest_passing
 
 ALL = "all"
 """The column of scores that belong to no length."""

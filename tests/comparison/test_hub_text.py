@@ -15,7 +15,7 @@ from hf_posswap.comparison import read_documents
 from hf_posswap.comparison.documents import check_paths, stream_documents
 from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text import hub as reading
-from hf_posswap.text.hub import HubText, hub_text
+from hf_posswap.text.documents import HubText, hub_text
 from hf_posswap.training import byte_tokenizer
 
 TEXTS = [f"document {number} is long enough" if number % 2 else "short" for number in range(9)]

@@ -17,9 +17,9 @@ from hf_posswap import patch_model
 from hf_posswap.errors import DataError, NumericError, PositionRangeError
 from hf_posswap.evaluation import Scorer
 from hf_posswap.evaluation.ctx_gain import context_gain, context_losses, contexts_of
-from hf_posswap.evaluation.eff_len import effective_length
 from hf_posswap.evaluation.longppl import KeySpans, find_key_spans, long_perplexity
 from hf_posswap.evaluation.offset_probe import offset_change, offset_losses, offsets_of
+from hf_posswap.evaluation.passkey import effective_length
 from hf_posswap.evaluation.short_reg import compare_short, short_regression
 from hf_posswap.evaluation.statistics import wilson_interval
 

@@ -157,7 +157,7 @@ def test_the_t5_kinds_through_the_interface_are_what_they_were(name: str) -> Non
     whole, padded = logits(model), logits(model, attention_mask=MASK)
     given: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "decoder_start_token_id": 0}
     generated = model.generate(IDS, **given)
-    interface = getattr(importlib.import_module("hf_posswap.families.interfaces.encoder_decoders"), f"{name}Interface")
+    interface = getattr(importlib.import_module("hf_posswap.families.interfaces.t5"), f"{name}Interface")
     for stack in locate(model).stacks:
         for layer, path in enumerate(stack.attention):
             AttendThroughInterface(

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_posswap.errors import DataError, MissingDependencyError, OptionError, RemoteCodeError
-from hf_posswap.evaluation.eff_len import longest_passing
+from hf_posswap.evaluation.passkey import longest_passing
 from hf_posswap.training import byte_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is not tested")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_posswap.comparison.documents import read_documents
-from hf_posswap.text.files import files_below
+from hf_posswap.text.documents import files_below
 from hf_posswap.training import byte_tokenizer
 
 

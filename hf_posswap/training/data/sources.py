@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import ConfigError
-from hf_posswap.text.files import GIVE, file_documents, files_below
-from hf_posswap.text.hub import TEXT_FILES, hub_documents, hub_text, require_datasets
+from hf_posswap.text.documents import (
+    GIVE,
+    TEXT_FILES,
+    file_documents,
+    files_below,
+    hub_documents,
+    hub_text,
+    require_datasets,
+)
 from hf_posswap.text.stdlib import PYTHON, Document, python_corpus
 from hf_posswap.training.data.settings import DataSettings, Source
 

@@ -18,7 +18,7 @@ import hf_posswap
 from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.text.chats import Chat, ChatEncoder, row_document
-from hf_posswap.text.hub import HubText
+from hf_posswap.text.documents import HubText
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import make_recipe
 from hf_posswap.training.config.load import to_dict

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from hf_posswap.comparison.documents import check_paths, read_documents
 from hf_posswap.errors import ConfigError, DataError, MissingDependencyError
-from hf_posswap.text.files import files_below
-from hf_posswap.text.hub import HubText
+from hf_posswap.text.documents import HubText, files_below
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data, prove_packing

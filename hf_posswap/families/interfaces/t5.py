@@ -1,4 +1,4 @@
-"""Attention of encoder-decoders and decoders cut from them: BART's former self-attention, and that of T5's kind."""
+"""T5, mT5 and UMT5 in releases of transformers where they do not use the interface yet."""
 
 from __future__ import annotations
 
@@ -7,61 +7,15 @@ from typing import Any
 from torch import Tensor
 from transformers.models.longt5.modeling_longt5 import LongT5Attention
 from transformers.models.mt5.modeling_mt5 import MT5Attention
-from transformers.models.mvp.modeling_mvp import MvpAttention
 from transformers.models.t5.modeling_t5 import T5Attention
-from transformers.models.trocr.modeling_trocr import TrOCRAttention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
-from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 from hf_posswap.compat.transformers_calls import self_attention_cache
-from hf_posswap.families.interfaces.base import CausalIfDecoder, ThroughInterface
-
-
-class BartLike(CausalIfDecoder):
-    """BART's former self-attention, mixed into a native class with `q_proj`, `k_proj`, `v_proj` and `out_proj`."""
-
-    def attention(
-        self,
-        hidden_states: Tensor,
-        *,
-        cache: Any,
-        attention_mask: Tensor | None,
-        key_value_states: None = None,
-        attn_prompt: None = None,
-        output_attentions: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
-        module: Any = self
-        shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
-        cache = self_attention_cache(cache)
-        if cache is not None:
-            key, value = cache.update(key, value, module.layer_idx)
-        out, weights = self.attend(
-            query, key, value, attention_mask, scaling=module.scaling, dropout=module.dropout or 0.0, **kwargs
-        )
-        return module.out_proj(out), weights
-
-
-class MvpInterface(BartLike, MvpAttention):
-    """MvpAttention without prompts, as self-attention through the AttentionInterface."""
-
-
-class TrOCRInterface(BartLike, TrOCRAttention):
-    """TrOCRAttention as self-attention, through the AttentionInterface."""
-
-
-class XGLMInterface(BartLike, XGLMAttention):
-    """XGLMAttention as self-attention, through the AttentionInterface."""
+from hf_posswap.families.interfaces.base import ThroughInterface
 
 
 class _T5Kind(ThroughInterface):
-    """Base of T5, mT5, UMT5 and LongT5: self-attention with unscaled scores and its own bias.
-
-    In some releases of transformers they do not use the interface yet.
-    """
+    """Base of the three: self-attention with unscaled scores and its own bias."""
 
     is_decoder: bool
 
