@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import hf_posswap
 from hf_posswap.cli import app
-from hf_posswap.selfcheck import Report, run, selfcheck, trial, upstream
+from hf_posswap.selfcheck import Report, run, selfcheck, trial
 from hf_posswap.selfcheck.run import Check
 from hf_posswap.selfcheck.trial import WrongAnswerError, touch_of, words_of
 
@@ -43,7 +43,7 @@ def test_this_installation_works() -> None:
     assert (result.exit_code, found["ok"]) == (0, True), found
     assert found["versions"]["transformers"] == transformers.__version__
     assert found["versions"]["torch"] == torch.__version__
-    assert len(found["checks"]) == len(upstream.UPSTREAM) + len(STEPS) * len(trial.KINDS)
+    assert len(found["checks"]) == len(run.UPSTREAM) + len(STEPS) * len(trial.KINDS)
     assert all(check["ok"] and check["touch"] is None for check in found["checks"])
     kinds = {check["subject"] for check in found["checks"]} - {"transformers"}
     assert kinds == {str(kind) for kind in trial.KINDS}
@@ -74,7 +74,7 @@ def test_a_function_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, one_k
 
 def test_a_function_that_answers_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.Cache, "get_query_offset", lambda self, layer: 0)
-    assert upstream.cache_offsets() == "DynamicCache.get_query_offset says 0 after 3 tokens"
+    assert run.cache_offsets() == "DynamicCache.get_query_offset says 0 after 3 tokens"
 
 
 def test_a_cache_that_gives_back_other_keys_is_named(
@@ -122,7 +122,7 @@ def test_angles_that_changed_are_named(monkeypatch: pytest.MonkeyPatch, one_kind
 
 def test_an_interface_without_masks_is_named(monkeypatch: pytest.MonkeyPatch, one_kind: Callable[[str], None]) -> None:
     one_kind("learned table, to rope")
-    monkeypatch.setattr(upstream, "NAME", "posswap_selfcheck_unseen")
+    monkeypatch.setattr(run, "NAME", "posswap_selfcheck_unseen")
     monkeypatch.setattr(transformers.AttentionMaskInterface, "register", lambda name, function: None)
     wrong = selfcheck().failed[0]
     assert wrong.step == "AttentionInterface, AttentionMaskInterface"
@@ -131,7 +131,7 @@ def test_an_interface_without_masks_is_named(monkeypatch: pytest.MonkeyPatch, on
 
 def test_settings_that_get_lost_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.LlamaConfig, "to_dict", lambda self: {"rope_parameters": {}})
-    assert "come back as {}" in str(upstream.rope_settings())
+    assert "come back as {}" in str(run.rope_settings())
 
 
 def test_the_table_says_what_held_in_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
