@@ -20,7 +20,7 @@ TOKENS, PADDING, DECODED, GENERATED = 12, 4, 6, 3
 """Tokens of a text, of them padding in the padded row, tokens of a decoder's text, and generated ones."""
 CLOSE = 1e-3
 """The largest difference that is rounding, in parts of the largest output, or of 1."""
-_SHIFT, _SKIP = 7, 5
+SHIFT, _SKIP = 7, 5
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class TwinChecks:
         return None
 
     def shifted(self) -> str | None:
-        outputs = self._run(self.inputs | {"position_ids": self._ids_at(self.positions + _SHIFT)})[0]
-        return compare(outputs, self.full, f"position ids that are all {_SHIFT} larger and those that are not")
+        outputs = self._run(self.inputs | {"position_ids": self._ids_at(self.positions + SHIFT)})[0]
+        return compare(outputs, self.full, f"position ids that are all {SHIFT} larger and those that are not")
 
     def skipped(self) -> str | None:
         unmoved = compare(self.at_skipping, self.full, "") is None

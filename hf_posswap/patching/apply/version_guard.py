@@ -40,8 +40,9 @@ from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.schemes.base import Scheme, make_scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.trial import already_tried
+from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.testing.twin import build_twin, every_nth, fill_zeros, isolated, twin_config
-from hf_posswap.testing.twin_checks import Expectations, TwinChecks, compare
+from hf_posswap.testing.twin_checks import SHIFT, TOKENS, Expectations, TwinChecks, compare
 from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
 from hf_posswap.versions import is_tested, tested
 
@@ -460,11 +461,17 @@ def _expectations(twin: Any, plan: SwapPlan) -> Expectations:
         cached_equals_full=plan.cached_equals_full,
         takes_ids=takes_ids and not refused,
         first_position=sites.first_position,
-        relative=all(s.traits.relative for s in schemes)
+        relative=all(s.traits.relative and not _moved_beyond(s, sites.geometry) for s in schemes)
         and len(schemes) == len(sites.stacks)
         and types.isdisjoint(MOVED_BY_SHIFT),
         sees_positions=not all(map(_is_blind, schemes)),
     )
+
+
+def _moved_beyond(scheme: Scheme, geometry: Geometry) -> bool:
+    """Return whether the shift of a proof brings a scheme whose angles follow the length beyond the original one."""
+    follows = isinstance(scheme, RotaryScheme) and scheme.length_dependent
+    return follows and TOKENS + SHIFT > (getattr(scheme, "original_length", None) or geometry.original_length)
 
 
 def _is_blind(scheme: Scheme) -> bool:

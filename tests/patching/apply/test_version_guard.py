@@ -164,12 +164,15 @@ def test_nothing_happens_on_tested_versions(
         ("ViTForImageClassification", "rope_2d", {}),
         ("Qwen2ForCausalLM", "alibi", {"use_sliding_window": True, "max_window_layers": 2}),
         ("LlamaForCausalLM", "alibi", {"use_cache": False}),
+        # whose lists change, and whose base grows, within the positions of a proof
+        ("LlamaForCausalLM", "longrope", {"long_factor": (2.0,) * 8, "factor": 2.0, "max_position_embeddings": 16}),
+        ("LlamaForCausalLM", "dynamic", {"factor": 2.0, "max_position_embeddings": 16}),
     ],
 )
 def test_a_proved_swap_is_the_same_as_on_tested_versions(
     untested: Path, name: str, scheme: Any, options: dict[str, Any]
 ) -> None:
-    of_config = options.keys() & {"use_sliding_window", "max_window_layers", "use_cache"}
+    of_config = options.keys() & {"use_sliding_window", "max_window_layers", "use_cache", "max_position_embeddings"}
     config = {key: options.pop(key) for key in sorted(of_config)}
     image = {"image_size": 32, "patch_size": 8} if name.startswith("ViT") else {}
     model, before = model_of(name, **config, **image), torch.get_rng_state()
