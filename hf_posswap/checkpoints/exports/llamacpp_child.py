@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -50,11 +51,14 @@ def main(path: str, tokens: str, ends: str, out: str, context: int) -> None:
 
 
 def _whole_character(address: str) -> int:
-    """Return a token that is a whole character; 0 where the vocabulary has neither a letter nor a digit."""
+    """Return a token that is a whole character; 0 where the vocabulary has no characters."""
     body = json.dumps({"content": "a0", "add_special": False}).encode()
     request = urllib.request.Request(f"{address}/tokenize", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        tokens: list[int] = json.loads(answer.read())["tokens"]
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            tokens: list[int] = json.loads(answer.read())["tokens"]
+    except urllib.error.HTTPError:  # a character that no token stands for
+        return 0
     return tokens[-1] if tokens else 0
 
 
