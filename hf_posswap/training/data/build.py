@@ -389,7 +389,7 @@ def _cut(
         counts["documents_read_again"] = int((np.maximum(times, 1) - 1).sum())
         counts["documents_not_read"] = int((times == 0).sum()) - counts.get("documents_too_short", 0)
     if settings.packing == "concatenated":
-        order = _concatenation(times, np.random.default_rng((settings.seed, _ORDER, number)))
+        order = concatenation_order(times, np.random.default_rng((settings.seed, _ORDER, number)))
         begins = (store.tokens[np.minimum(store.offsets[:-1], len(store.tokens) - 1)] == begin) & (lengths > 0)
         skipped = begins.astype(np.int64) if len(separator) and begin is not None else np.zeros_like(lengths)
         cut = concatenate_documents(store.offsets, size, order, skipped=skipped, separator=len(separator))
@@ -429,10 +429,23 @@ def _times(lengths: np.ndarray, source: Source, random: np.random.Generator) -> 
     return (whole + (random.random(len(lengths)) < factors - whole)).astype(np.int64)
 
 
-def _concatenation(times: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return the order of documents, each `times` times, so that all are read once before any is read again."""
-    rounds = [random.permutation(np.flatnonzero(times > number)) for number in range(int(times.max(initial=0)))]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *rounds])
+def concatenation_order(times: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return the order of documents, each `times` times, so that all are read once before any is read again.
+
+    A document does not follow itself, unless all others have been read as often as they should.
+
+    Example:
+        >>> order = concatenation_order(np.array([2, 2, 1, 4]), np.random.default_rng(0))
+        >>> sorted(order[:4].tolist()), sorted(order[4:7].tolist()), order[7:].tolist()
+        ([0, 1, 2, 3], [0, 1, 3], [3, 3])
+    """
+    order = np.zeros(0, dtype=np.int64)
+    for number in range(int(times.max(initial=0))):
+        again = random.permutation(np.flatnonzero(times > number))
+        if len(order) and len(again) > 1 and again[0] == order[-1]:
+            again[[0, -1]] = again[[-1, 0]]
+        order = np.concatenate([order, again])
+    return order
 
 
 def _counted_windows(cut: Cut, counted: np.ndarray) -> tuple[Cut, int]:

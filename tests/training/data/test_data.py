@@ -26,6 +26,7 @@ from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data, prove_packing
 from hf_posswap.training.data import sources as reading
 from hf_posswap.training.data import store as storing
+from hf_posswap.training.data.build import concatenation_order
 from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces, repeat_pieces
 from hf_posswap.training.data.sources import TokenizingProgress, check_source
 from hf_posswap.training.data.windows import Order, make_masking, pose_draw, random_positions
@@ -285,6 +286,17 @@ def test_concatenated_windows_are_one_stream_cut_at_the_window(
         assert all(start < 0 or start + length <= end for start, length, end in pieces)
     assert found == expected
     assert cut.left == lone
+
+
+@given(times=st.lists(st.integers(0, 4), min_size=2, max_size=8), seed=st.integers(0, 99))
+def test_no_document_follows_itself_while_others_are_to_be_read_again(times: list[int], seed: int) -> None:
+    order = concatenation_order(np.array(times), np.random.default_rng(seed)).tolist()
+    assert Counter(order) == Counter({number: count for number, count in enumerate(times) if count})
+    shared = sorted(times)[-2]  # so many rounds have two documents or more
+    rounds = [sum(count > number for count in times) for number in range(shared)]
+    for number, end in enumerate(itertools.accumulate(rounds)):
+        assert len(set(order[end - rounds[number] : end])) == rounds[number]
+    assert all(one != next_one for one, next_one in itertools.pairwise(order[: sum(rounds)]))
 
 
 def test_concatenated_documents_are_separated_and_predicted_across(tmp_path: Path) -> None:
