@@ -341,6 +341,7 @@ TOKENIZERS: dict[str, tuple[str, str, str]] = {
         json.dumps(added(5, lstrip=True)),
         "such as '<tool>' that strip spaces",
     ),
+    "bytes alone": ("tokenizer.json", json.dumps(byte_level(merges=[])), "has no merges, and llama.cpp loads no byte"),
     "drops": ("tokenizer.json", json.dumps(byte_level(dropout=0.1)), "has dropout, which llama.cpp does not have"),
     "whole words": (
         "tokenizer.json",

@@ -326,6 +326,8 @@ def _pre_tokenizer_of(tokenizer: dict[str, Any], source: Path) -> PreTokenizer:
     pre_tokenizer = None
     if model.get("type") != "BPE":
         reason = f"is of kind {model.get('type')}, and only byte-level BPE is written here"
+    elif not model.get("merges"):
+        reason = "has no merges, and llama.cpp loads no byte-level BPE without any"
     elif settings := [name for name in _MORE if model.get(name)]:
         reason = f"has {', '.join(settings)}, which llama.cpp does not have"
     elif strict := [each.get("content") for each in added if any(map(each.get, _STRICTER))]:
