@@ -14,7 +14,7 @@ from hf_posswap.comparison import documents as module
 from hf_posswap.comparison import read_documents
 from hf_posswap.comparison.documents import check_paths, stream_documents
 from hf_posswap.errors import DataError, MissingDependencyError
-from hf_posswap.text import hub as reading
+from hf_posswap.text import documents as reading
 from hf_posswap.text.documents import HubText, hub_text
 from hf_posswap.training import byte_tokenizer
 
