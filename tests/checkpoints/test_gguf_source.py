@@ -754,7 +754,7 @@ def test_tokens_that_a_file_would_lose_are_refused(
     content = json.loads(path.read_text())
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < 330} | change.get("vocab", {})
-    content["model"]["merges"] = []
+    content["model"]["merges"] = content["model"]["merges"][:1]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     content["added_tokens"] += [change["added"] | flags] if "added" in change else []
     path.write_text(json.dumps(content))
