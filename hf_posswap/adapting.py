@@ -61,10 +61,10 @@ def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Report
         >>> sorted(finished.report["nll"]), hf_posswap.load(finished.model).config.posswap["scheme"]["name"]
         (['128', '32'], 'rope')
     """
-    from hf_posswap.evaluation.cost import available_bytes
     from hf_posswap.search import check_fit, fit_bias, fit_rotation
     from hf_posswap.training import engine
     from hf_posswap.training.config.load import check_recipe
+    from hf_posswap.utils.devices import available_bytes
     from hf_posswap.utils.progress import reporter_for
 
     check_recipe(recipe, "run_recipe")

@@ -14,10 +14,11 @@ from torch import Tensor
 from hf_posswap.compat.transformers_attention import attention_implementation, can_choose_attention
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NotEnoughMemoryError, PositionRangeError, UnsupportedModelError
-from hf_posswap.evaluation.cost import GIB, available_bytes
+from hf_posswap.evaluation.cost import GIB
 from hf_posswap.evaluation.scoring import Reach, reach_of
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:

@@ -6,10 +6,8 @@ forward beyond the weights and the available memory follow prefill sizes that st
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +24,7 @@ from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALL
 from hf_posswap.patching.sites.attention.split_attention import BLOCK
 from hf_posswap.schemes.learned_bias import FireMechanism
 from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -196,37 +195,6 @@ def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = No
 def _activation_bytes(model: PreTrainedModel, length: int, prefill: int | None = None) -> int:
     need = forward_need(model, length, prefill=prefill, kernels=False)  # the same on every machine
     return need.states + need.scores
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Return the free memory of `device` in bytes, or None if it is unknown.
-
-    On the CPU it is the smaller of the system's available memory and the rest of the control group's limit, divided by
-    the number of processes that a launcher started on this machine.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type != "cpu":
-        return None
-    known = [value for value in (_meminfo(), _control_group()) if value is not None]
-    return min(known) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if known else None
-
-
-def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(kilobytes[0]) if kilobytes else None
-
-
-def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    try:
-        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return None
-    return max(0, int(most) - int(used)) if most.isdigit() else None
 
 
 def check_memory(model: PreTrainedModel, length: int, *, prefill: int | None, free: int | None = None) -> Need:

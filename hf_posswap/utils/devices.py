@@ -6,9 +6,11 @@ and rotations widen queries and keys: a model may pass float32 queries with bflo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -132,3 +134,34 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which no operator narrows its inputs on the device of `tensor`."""
     device = tensor.device.type
     return nullcontext() if device in _WITHOUT_AUTOCAST else torch.autocast(device, enabled=False)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free memory of `device` in bytes, or None if it is unknown.
+
+    On the CPU it is the smaller of the system's available memory and the rest of the control group's limit, divided by
+    the number of processes that a launcher started on this machine.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    known = [value for value in (_meminfo(), _control_group()) if value is not None]
+    return min(known) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if known else None
+
+
+def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(kilobytes[0]) if kilobytes else None
+
+
+def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    try:
+        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return None
+    return max(0, int(most) - int(used)) if most.isdigit() else None

@@ -28,6 +28,7 @@ from hf_posswap.evaluation.cost import (
     forward_operations,
     measure_cost,
 )
+from hf_posswap.utils import devices
 
 
 @pytest.mark.parametrize("prefill", [None, 7])
@@ -190,21 +191,21 @@ def test_what_does_not_fit_is_refused_with_its_need() -> None:
 
 def test_free_memory_is_read_from_the_system_and_its_control_group(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 10 kB\nMemAvailable:    2048 kB\n")
-    assert cost._meminfo(tmp_path / "meminfo") == 2 << 20
-    assert cost._meminfo(tmp_path / "none") is None
+    assert devices._meminfo(tmp_path / "meminfo") == 2 << 20
+    assert devices._meminfo(tmp_path / "none") is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert cost._control_group(tmp_path) == 600
+    assert devices._control_group(tmp_path) == 600
     (tmp_path / "memory.max").write_text("max\n")
-    assert cost._control_group(tmp_path) is None
+    assert devices._control_group(tmp_path) is None
 
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_meminfo", lambda: 900)
-    monkeypatch.setattr(cost, "_control_group", lambda: 600)
-    assert cost.available_bytes(torch.device("cpu")) == 600
+    monkeypatch.setattr(devices, "_meminfo", lambda: 900)
+    monkeypatch.setattr(devices, "_control_group", lambda: 600)
+    assert devices.available_bytes(torch.device("cpu")) == 600
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert cost.available_bytes(torch.device("cpu")) == 300
+    assert devices.available_bytes(torch.device("cpu")) == 300
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "self_extend"])

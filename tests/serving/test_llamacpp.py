@@ -6,6 +6,7 @@ A version of xllamacpp other than the table's fails `test_the_version_is_that_of
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,21 @@ def test_without_its_divisors_the_file_is_wrong(case: str, tmp_path: Path, monke
     with pytest.raises(SwapVerificationError, match="nats from the model's, more than 0.001. Nothing was written"):
         export(folder, "llamacpp", tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_model_too_large_to_compare_here_is_written_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "available_bytes", lambda device: 1000)
+    made = export(saved(tmp_path / "x", "llama"), "llamacpp", tmp_path / "m.gguf")
+    assert re.fullmatch(r"not compared: that takes .* KiB of memory, and 1000 B are free", made.notes["compared"])
+
+
+def test_a_proxy_is_not_asked_for_the_server_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    made = export(saved(tmp_path / "x", "llama"), "llamacpp", tmp_path / "m.gguf")
+    assert made.notes["compared"].startswith("llama.cpp gives the model's")
 
 
 def test_a_broken_file_ends_no_process_of_ours(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def reply(address: str, asked: dict[str, Any] | None = None) -> Any:
     """Return the server's answer to a GET, or a POST of `asked`."""
     body = None if asked is None else json.dumps(asked).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=300) as answer:
         return json.loads(answer.read())
 
 

@@ -33,7 +33,8 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedModelError
 from hf_posswap.utils.atomic_io import replacing, scratch_folder, shown
-from hf_posswap.utils.format import said_by
+from hf_posswap.utils.devices import available_bytes
+from hf_posswap.utils.format import human_bytes, said_by
 from hf_posswap.utils.gguf_source import read_gguf
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
 from hf_posswap.utils.printable import brief_repr, printable
@@ -437,6 +438,10 @@ def ran_alike(model: Any, path: Path, position_config: PositionConfig, coarsest:
     """
     if find_spec("xllamacpp") is None:
         return "not compared: xllamacpp is not installed"
+    kept = sum(parameter.nbytes for parameter in model.parameters())
+    needed, free = 4 * model.num_parameters() - kept + path.stat().st_size, available_bytes(torch.device("cpu"))
+    if free is not None and free < needed:
+        return f"not compared: that takes {human_bytes(needed)} of memory, and {human_bytes(free)} are free"
     count = min(position_config.length, MOST)
     if position_config.rope_type == "dynamic":  # plain rope there
         count = min(count, position_config.original or position_config.length)
@@ -476,10 +481,10 @@ def run_llamacpp(path: Path, ids: torch.Tensor, ends: Sequence[int], context: in
         np.save(chosen, np.array(ends))
         command = [sys.executable, Path(__file__).with_name("llamacpp_child.py"), path, given, chosen, out, context]
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # which would hide the reason of an abort
-        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=environment)
+        run = subprocess.run(list(map(str, command)), capture_output=True, check=False, env=environment)
         if run.returncode or not out.exists():
-            lines = run.stderr.strip().splitlines() or ["nothing"]
-            reason = next((line.partition(" E ")[2] for line in lines if " E " in line), lines[-1])
+            lines = run.stderr.decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            reason = printable(next((line.partition(" E ")[2] for line in lines if " E " in line), lines[-1]))
             raise SwapVerificationError(f"llama.cpp cannot run {path.name} (exit {run.returncode}): {reason}")
         with np.load(out) as stored:
             return torch.from_numpy(stored["tokens"]), torch.from_numpy(stored["logprobs"]).double()

@@ -42,7 +42,10 @@ def main(path: str, tokens: str, ends: str, out: str, context: int) -> None:
         answer = server.handle_completions({**asked, "prompt": ids[:end]})
         if "choices" not in answer:
             raise SystemExit(f"it does not run ({answer})")
-        rows.append(answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"])
+        logprobs = answer["choices"][0]["logprobs"]
+        if logprobs is None:
+            raise SystemExit("it tells no probabilities: its vocabulary has neither a letter nor a digit")
+        rows.append(logprobs["content"][0]["top_logprobs"])
     np.savez(
         out,
         tokens=np.array([[entry["id"] for entry in row] for row in rows]),
@@ -54,8 +57,9 @@ def _whole_character(address: str) -> int:
     """Return a token that is a whole character; 0 where the vocabulary has no characters."""
     body = json.dumps({"content": "a0", "add_special": False}).encode()
     request = urllib.request.Request(f"{address}/tokenize", body, {"Content-Type": "application/json"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's loopback
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with direct.open(request, timeout=60) as answer:
             tokens: list[int] = json.loads(answer.read())["tokens"]
     except urllib.error.HTTPError:  # a character that no token stands for
         return 0
