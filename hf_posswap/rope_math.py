@@ -132,6 +132,18 @@ def default_inv_freq(base: float, dim: int, dtype: torch.dtype = torch.float32) 
     return 1.0 / (base**exponents)
 
 
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor on cos and sin, 0.1 mscale ln(s) + 1: sqrt(1/t) of equation 22 in its paper.
+
+    Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
+
+    Example:
+        >>> round(temperature(16.0), 4)
+        1.2773
+    """
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def cos_sin(positions: Tensor, frequencies: Frequencies) -> CosSin:
     """Return cos and sin, times the attention factor, of `positions` [B or 1, Q]: always float32.
 

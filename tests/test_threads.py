@@ -27,6 +27,7 @@ from hf_posswap.checkpoints.adapters import without_peft_warning
 from hf_posswap.checkpoints.exports import graph_file
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.cli.listing import warnings_off
+from hf_posswap.families.rope_config import RopeSettings
 from hf_posswap.patching.inspect.untrusted_config import Bounds, refuse_endless
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.registry import Registry
@@ -169,7 +170,7 @@ def elsewhere(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[Ca
             end()
 
 
-CONFIG = PositionConfig("rope", "llama", {}, 16, None, None)
+CONFIG = PositionConfig("rope", "llama", RopeSettings(), 16, None, None)
 IGNORING: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "loading an adapter": without_peft_warning,
     "exporting a graph": lambda: graph_file._tracing("a model", CONFIG),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_posswap.advice.case import Case, Kind
+from hf_posswap.families.rope_config import rope_settings
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,8 @@ def _larger_base(case: Case) -> int:
 
     NTK-aware scaling multiplies the base by factor^(d / (d - 2)): https://arxiv.org/abs/2309.00071, section 3.1.
     """
-    config = case.model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    layers = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    base = max((float(layer["rope_theta"]) for layer in layers if layer.get("rope_theta")), default=0.0)
+    sets = rope_settings(case.model.config.get_text_config())
+    base = max((float(each.values["rope_theta"]) for each in sets if each.values.get("rope_theta")), default=0.0)
     if base < _BASE:
         return _BASE
     dims = case.report.geometry.rotary_dim or case.report.geometry.head_dim

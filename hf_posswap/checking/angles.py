@@ -1,12 +1,11 @@
 """The angles in a model's rotary modules, held against its config.
 
-Those that rope parameters name come from the papers' formulas in float64: nothing of transformers is called.
+What rope parameters mean comes from the papers' formulas: `RopeSettings.angles`.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.checkpoints.doctor_findings import Finding
-from hf_posswap.families.rope_config import buffer_name, factor_of, inv_freq_names, parameters_of, rope_sets
+from hf_posswap.families.rope_config import (
+    SCALED,
+    RopeSettings,
+    buffer_name,
+    factor_of,
+    inv_freq_names,
+    rope_sets,
+    rope_settings,
+)
 from hf_posswap.rope_math import default_inv_freq
-from hf_posswap.schemes.scaled import temperature
 
 _REBUILD = "Set rope_parameters in the config before the model is built: config = AutoConfig.from_pretrained(...), "
 _REBUILD += (
     "config.rope_parameters = {...}, from_pretrained(..., config=config). Or call hf_posswap.patch_model, which "
 )
 _REBUILD += "changes a model that is built."
-SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,11 @@ class RotarySet:
         return getattr(self.module, "config", None)
 
     @property
-    def rope(self) -> dict[str, Any]:
-        """Its rope parameters; {} where its config has none."""
-        whole = getattr(self.config, "rope_parameters", None)
-        rope = parameters_of(self.config, self.name) if isinstance(whole, dict) else {}
-        return rope if isinstance(rope, dict) else {}
+    def rope(self) -> RopeSettings:
+        """Its rope parameters; without values where its config has none."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        none = RopeSettings({}, self.name, most if isinstance(most, int) else 0)
+        return next((each for each in rope_settings(self.config) if each.layer_type == self.name), none)
 
     @property
     def actual(self) -> Tensor:
@@ -67,11 +72,6 @@ class RotarySet:
     def due(self) -> Tensor | None:
         """The angles that the class makes of its config today."""
         return None if self.fresh is None else getattr(self.fresh, buffer_name(self.name), None)
-
-    @property
-    def length(self) -> int:
-        most = getattr(self.config, "max_position_embeddings", None)
-        return most if isinstance(most, int) else 0
 
 
 def rotary_sets(model: nn.Module) -> list[RotarySet]:
@@ -138,11 +138,11 @@ def _of_buffer(each: RotarySet) -> Finding | None:
             "Load with from_pretrained, or build the rotary module again from the config.", "angles-nonfinite",
         )  # fmt: skip
     if angles.dtype in (torch.float16, torch.bfloat16) and each.due is not None:
-        off = (angles.detach().double().cpu() - each.due.double()).abs().max().item() * each.length
+        off = (angles.detach().double().cpu() - each.due.double()).abs().max().item() * each.rope.length
         cast = str(angles.dtype).removeprefix("torch.")
         return Finding(
             "error", each.where, f"the angles were cast to {cast} (model.half(), .bfloat16() or .to(dtype) do that): "
-            f"at position {each.length} they are wrong by up to {off:.3g} radians.",
+            f"at position {each.rope.length} they are wrong by up to {off:.3g} radians.",
             f"Load with from_pretrained(..., dtype=torch.{cast}), which leaves them in float32.", "angles-rounded",
         )  # fmt: skip
     return None
@@ -155,7 +155,7 @@ def _of_config(each: RotarySet) -> Iterator[Finding]:
         return
     due = due.double()
     if angles.shape != due.shape or not any(_alike(angles, other) for other in _allowed(each, due)):
-        wanted = f"{_rope_text(each.rope)} (theta {_theta_text(due)})" if each.rope else "the config's"
+        wanted = f"{_rope_text(each.rope)} (theta {_theta_text(due)})" if each.rope.values else "the config's"
         yield Finding(
             "error", each.where, f"the angles in force are {_described(angles)}, and the config says {wanted}. "
             "transformers computes them once, when the model is built: a later change of the config has no effect.",
@@ -164,7 +164,7 @@ def _of_config(each: RotarySet) -> Iterator[Finding]:
         return
     assert each.fresh is not None
     factor, wanted_factor = factor_of(each.module, each.name), factor_of(each.fresh, each.name)
-    if abs(factor - wanted_factor) > 1e-4 * abs(wanted_factor) and rope_type_of(each.rope) != "dynamic":
+    if abs(factor - wanted_factor) > 1e-4 * abs(wanted_factor) and each.rope.rope_type != "dynamic":
         yield Finding(
             "error", f"{each.path}.attention_scaling", f"cos and sin are multiplied by {factor:.6g}, and the config "
             f"says {wanted_factor:.6g}.", _REBUILD, "attention-factor",
@@ -174,12 +174,12 @@ def _of_config(each: RotarySet) -> Iterator[Finding]:
 def _allowed(each: RotarySet, due: Tensor) -> Iterator[Tensor]:
     """Yield the angles that the config allows: those of every length, where they follow the length."""
     yield due
-    if rope_type_of(each.rope) in ("dynamic", "longrope"):
+    if each.rope.follows_length:
         prefix = f"{each.name}_" if each.name else ""
         reached = int(getattr(each.module, f"{prefix}max_seq_len_cached", 0) or 0)
         for length in (reached, 2**40):
             try:
-                yield rope_angles(each.rope, 2 * len(due), each.length, length)[0]
+                yield each.rope.angles(2 * len(due), length)
             except (KeyError, TypeError, ValueError, ArithmeticError):
                 return
 
@@ -203,8 +203,8 @@ def _of_formula(each: RotarySet) -> Iterator[Finding]:
                 f"{_rope_text(each.rope)} means {factor:.6g}.", "Write attention_factor itself.", "attention-factor",
             )  # fmt: skip
         return
-    rope_type = rope_type_of(each.rope)
-    plain = rope_angles(each.rope | {"rope_type": "default"}, 2 * len(due), each.length)[0]
+    rope_type = each.rope.rope_type
+    plain = RopeSettings({"rope_theta": each.rope.values["rope_theta"]}).angles(2 * len(due))
     if rope_type in SCALED and _alike(due, plain):
         yield Finding(
             "error", each.where, f"{type(each.module).__name__} does not read rope type {rope_type!r}: its angles are "
@@ -237,10 +237,10 @@ def _same_whatever_theta(each: RotarySet, due: Tensor) -> bool:
 def formula_of(each: RotarySet) -> tuple[Tensor, float] | None:
     """Return what the formula of the set's rope parameters gives; None: it has none, or one of its class alone."""
     due = each.due
-    if due is None or due.dim() != 1 or not each.rope:
+    if due is None or due.dim() != 1 or not each.rope.values:
         return None
     try:
-        return rope_angles(each.rope, 2 * len(due), each.length)
+        return each.rope.angles(2 * len(due)), each.rope.attention_factor
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
@@ -252,10 +252,8 @@ def own_formula(each: RotarySet) -> str | None:
         return f"the angles of {name}: the module cannot be built from its config alone"
     formula = formula_of(each)
     if formula is None:
-        return (
-            f"the angles of {name} against a formula: it has one of its own for rope type {rope_type_of(each.rope)!r}"
-        )
-    if not _alike(each.due.double(), formula[0]) and rope_type_of(each.rope) == "default":
+        return f"the angles of {name} against a formula: it has one of its own for rope type {each.rope.rope_type!r}"
+    if not _alike(each.due.double(), formula[0]) and each.rope.rope_type == "default":
         return f"the angles of {name} against a formula: the class has one of its own"
     return None
 
@@ -270,96 +268,10 @@ def _theta_text(angles: Tensor) -> str:
     return "scaled" if theta is None else f"{theta:g}"
 
 
-def _rope_text(rope: dict[str, Any]) -> str:
+def _rope_text(rope: RopeSettings) -> str:
     """Return rope parameters in words, without their long lists."""
-    shown = {key: value for key, value in rope.items() if not isinstance(value, (list, tuple)) and key != "type"}
+    shown = {key: value for key, value in rope.values.items() if not isinstance(value, (list, tuple)) and key != "type"}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
-
-
-def rope_type_of(rope: dict[str, Any]) -> str:
-    """Return the rope type of one set of rope parameters."""
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def rope_angles(rope: dict[str, Any], dim: int, most: int, length: int = 0) -> tuple[Tensor, float]:
-    """Return the angles in radians per position, [dim/2] in float64, and the factor on cos and sin.
-
-    Args:
-        rope: one set of rope parameters.
-        dim: rotated dimensions of a head.
-        most: max_position_embeddings.
-        length: of the text, in tokens, for dynamic and longrope.
-
-    Raises:
-        KeyError, TypeError, ValueError: the parameters are incomplete, or of an unknown type.
-
-    Example:
-        >>> rope_angles({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 4, 64)
-        (tensor([0.5000, 0.0050], dtype=torch.float64), 1.0)
-    """
-    kind, theta = rope_type_of(rope), float(rope["rope_theta"])
-    plain = default_inv_freq(theta, dim, torch.float64)
-    original = rope.get("original_max_position_embeddings") or most
-    match kind:
-        case "default":
-            return plain, 1.0
-        case "linear":
-            return plain / rope["factor"], 1.0
-        case "proportional":
-            turning = int(rope.get("partial_rotary_factor", 1.0) * dim // 2)
-            still = torch.arange(dim // 2) >= turning
-            return plain.masked_fill(still, 0.0) / (rope.get("factor") or 1.0), 1.0
-        case "dynamic":
-            growth = rope["factor"] * max(length, most) / most - (rope["factor"] - 1)
-            return default_inv_freq(theta * growth ** (dim / (dim - 2)), dim, torch.float64), 1.0
-        case "llama3":
-            return _llama3(plain, rope, original), 1.0
-        case "yarn":
-            return _yarn(plain, rope, theta, original, most)
-        case "longrope":
-            return _longrope(plain, rope, original, most, length)
-    raise ValueError(f"no formula for rope type {kind!r}.")
-
-
-def _llama3(plain: Tensor, rope: dict[str, Any], original: int) -> Tensor:
-    """Return the angles of Llama 3.1: slow pairs divided, fast ones kept, a ramp over wavelengths between."""
-    slow, fast = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = original * plain / (2 * math.pi)  # in the original length
-    ramp = ((turns - slow) / (fast - slow)).clamp(0, 1)
-    return plain * (ramp + (1 - ramp) / rope["factor"])
-
-
-def _yarn(plain: Tensor, rope: dict[str, Any], theta: float, original: int, most: int) -> tuple[Tensor, float]:
-    """Return the angles and the factor of YaRN."""
-    factor = rope.get("factor") or most / original
-    dim = 2 * len(plain)
-
-    def pair_of(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    span = (last - first) or 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - first) / span).clamp(0, 1)
-    angles = plain * (1 - ramp) + plain / factor * ramp
-    given, scale, scale_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
-        return angles, float(given)
-    if scale and scale_all:
-        return angles, temperature(factor, scale) / temperature(factor, scale_all)
-    return angles, temperature(factor)
-
-
-def _longrope(plain: Tensor, rope: dict[str, Any], original: int, most: int, length: int) -> tuple[Tensor, float]:
-    """Return the angles and the factor of LongRoPE."""
-    factors = rope["long_factor" if length > original else "short_factor"]
-    if len(factors) != len(plain):
-        raise ValueError(f"{len(factors)} factors for {len(plain)} angles.")
-    growth, given = rope.get("factor") or most / original, rope.get("attention_factor")
-    usual = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
-    return plain / torch.tensor(factors, dtype=torch.float64), usual if given is None else float(given)
 
 
 def theta_of(angles: Tensor) -> float | None:

@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hf_posswap.checking.angles import RotarySet, rope_angles, rope_type_of
+from hf_posswap.checking.angles import RotarySet
 from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import Judgement, filled, is_known, judge
 from hf_posswap.families.modules import get
-from hf_posswap.families.rope_config import config_at, config_parts
+from hf_posswap.families.rope_config import BY_TYPE, RopeSettings, config_at, config_parts, rope_settings
 from hf_posswap.families.sites import Sites, TokenTable
 
 THETAS = ("rope_theta", "rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base")
@@ -27,20 +27,8 @@ _INNER = ("text_config", "llm_config", "language_config")
 _SPELLED = {"su": "longrope"}
 _NO_SCALING = ("default", "mrope")
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_OF_TYPE: dict[str, set[str]] = {
-    "default": set(),
-    "linear": {"factor"},
-    "dynamic": {"factor", "original_max_position_embeddings"},
-    "proportional": {"factor"},
-    "yarn": {
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    },
-    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-}  # fmt: skip
-_SCALING = set.union(*_OF_TYPE.values()) - {"original_max_position_embeddings"}
-_KNOWN = _COMMON | set.union(*_OF_TYPE.values())
+_SCALING = frozenset.union(*BY_TYPE.values()) - {"original_max_position_embeddings"}
+_KNOWN = _COMMON.union(*BY_TYPE.values())
 SERVERS = ("vllm", "sglang", "llamacpp", "tgi")
 """The serving programs that compute positions by themselves."""
 _USUAL_THETA = 10000.0
@@ -49,25 +37,25 @@ _USUAL_THETA = 10000.0
 
 def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
     """Yield scalings that change no angle at any length."""
-    seen: list[tuple[dict[str, Any], str]] = []
+    seen: list[RopeSettings] = []
     for each in sets:
-        rope_type = rope_type_of(each.rope)
+        rope, values = each.rope, each.rope.values
         where = f"config: rope_parameters{f'.{each.name}' if each.name else ''}"
-        if rope_type in ("default", "proportional") or (each.rope, where) in seen:
+        if rope.rope_type in ("default", "proportional") or rope in seen:
             continue
-        seen.append((each.rope, where))
-        lists = [name for name in ("short_factor", "long_factor") if isinstance(each.rope.get(name), (list, tuple))]
+        seen.append(rope)
+        lists = [name for name in ("short_factor", "long_factor") if isinstance(values.get(name), (list, tuple))]
         pairs = each.actual.shape[-1]
-        wrong = [f"{name} has {len(each.rope[name])}" for name in lists if len(each.rope[name]) != pairs]
+        wrong = [f"{name} has {len(values[name])}" for name in lists if len(values[name]) != pairs]
         if wrong:
             yield Finding(
                 "error", where, f"{' and '.join(wrong)} values, and the model has {pairs} angles: one value is spread "
                 "over all of them, other numbers fail.", "Write one value for each angle.", "scaling-factor",
             )  # fmt: skip
-        elif _changes_nothing(each, pairs):
+        elif _changes_nothing(rope, pairs):
             yield Finding(
-                "warning", where, f"rope type {rope_type!r} changes no angle at any length with these values: it has "
-                f"no effect ({_values(each.rope)}).",
+                "warning", where, f"rope type {rope.rope_type!r} changes no angle at any length with these values: it "
+                f"has no effect ({_values(values)}).",
                 "Write the factor, target length over original length, and original_max_position_embeddings, the "
                 "length of the pretraining; or remove the scaling.", "scaling-noop",
             )  # fmt: skip
@@ -80,27 +68,28 @@ def late_scaling(model: Any, longest: Any) -> Iterator[Finding]:
         model: the model.
         longest: model_max_length of its tokenizer; None: there is none.
     """
-    config = model.config.get_text_config()
-    rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
-    if not isinstance(rope, dict) or rope_type_of(rope) != "dynamic" or not (rope.get("factor") and most):
+    sets = rope_settings(model.config.get_text_config())
+    dynamic = next((each for each in sets if each.rope_type == "dynamic" and each.values.get("factor")), None)
+    if dynamic is None or not dynamic.length:
         return
-    if isinstance(longest, (int, float)) and longest <= most:
+    if isinstance(longest, (int, float)) and longest <= dynamic.length:
         yield Finding(
-            "warning", "config: rope_parameters", f"rope type 'dynamic' scales beyond max_position_embeddings, {most}, "
-            f"and the tokenizer cuts texts at {longest:g}: it has no effect.",
-            f"Set the tokenizer's model_max_length to the length that you want, e.g. {round(rope['factor'] * most)}.",
-            "scaling-noop",
+            "warning", "config: rope_parameters", "rope type 'dynamic' scales beyond max_position_embeddings, "
+            f"{dynamic.length}, and the tokenizer cuts texts at {longest:g}: it has no effect.",
+            "Set the tokenizer's model_max_length to the length that you want, e.g. "
+            f"{round(dynamic.factor * dynamic.length)}.", "scaling-noop",
         )  # fmt: skip
 
 
-def _changes_nothing(each: RotarySet, pairs: int) -> bool:
-    far = 64 * max(each.length, 1)
+def _changes_nothing(rope: RopeSettings, pairs: int) -> bool:
     try:
-        plain = rope_angles({"rope_theta": each.rope["rope_theta"]}, 2 * pairs, each.length)[0]
-        scaled = [rope_angles(each.rope, 2 * pairs, each.length, length) for length in (0, far)]
+        plain = RopeSettings({"rope_theta": rope.values["rope_theta"]}).angles(2 * pairs)
+        scaled = [rope.angles(2 * pairs, length) for length in (0, 64 * max(rope.length, 1))]
+        if rope.attention_factor != 1.0:
+            return False
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return False
-    return all(factor == 1.0 and bool((angles - plain).abs().max() <= 1e-6 * plain.max()) for angles, factor in scaled)
+    return all(bool((angles - plain).abs().max() <= 1e-6 * plain.max()) for angles in scaled)
 
 
 def _values(rope: dict[str, Any]) -> str:
@@ -111,15 +100,11 @@ def _values(rope: dict[str, Any]) -> str:
 def theta_findings(model: Any, sets: list[RotarySet]) -> Iterator[Finding]:
     """Yield thetas of a live config that nothing reads, and thetas that are null."""
     for path, config in config_parts(model.config).items():
-        rope = getattr(config, "rope_parameters", None)
-        if not isinstance(rope, dict) or not rope:
-            continue
+        inside = [layer.values.get("rope_theta") for layer in rope_settings(config)]
         where = f"config{f'.{path}' if path else ''}"
-        layers = [value for value in rope.values() if isinstance(value, dict)] or [rope]
         fields = getattr(type(config), "__dataclass_fields__", {})
-        for name in THETAS:
+        for name in THETAS if inside else ():
             value = vars(config).get(name)
-            inside = [layer.get("rope_theta") for layer in layers]
             if isinstance(value, (int, float)) and value not in inside and sets and name not in fields:
                 yield Finding(
                     "error", f"{where}.{name}", f"it is {value:g}, and rope_parameters has {listed(inside)}: "
@@ -166,10 +151,10 @@ def length_raised(model: Any, sets: list[RotarySet], trained: int | None) -> Ite
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     original = getattr(config, "original_max_position_embeddings", None) or trained
-    ropes = [each.rope for each in sets if each.rope]
+    ropes = [each.rope for each in sets if each.rope.values]
     if not isinstance(most, int) or not isinstance(original, int) or most <= original or not ropes:
         return
-    if all(rope_type_of(rope) == "default" for rope in ropes):
+    if all(rope.rope_type == "default" for rope in ropes):
         yield Finding(
             "warning", "config.max_position_embeddings", f"it is {most}, and the model was made for {original}: no "
             "scaling is set, so the positions beyond are ones that it never saw.",
@@ -205,7 +190,7 @@ def lost_findings(raw: dict[str, Any], config: Any) -> Iterator[Finding]:
     """
     inner = {name: value for name, value in raw.items() if isinstance(value, dict) and name not in _SETTINGS}
     text = config.get_text_config()
-    layered_config = config if _layers(config) else text
+    layered_config = config if rope_settings(config) else text
     yield from _lost(raw, layered_config, "config.json")
     for name, values in inner.items():
         loaded = getattr(config, name, None)
@@ -215,20 +200,12 @@ def lost_findings(raw: dict[str, Any], config: Any) -> Iterator[Finding]:
             yield from _lost(values, text, f"config.json: {name}")
 
 
-def _layers(config: Any) -> list[dict[str, Any]]:
-    """Return the sets of rope parameters of a loaded config; [] where it has none."""
-    rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, dict) or not rope:
-        return []
-    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
-
-
 def _lost(raw: dict[str, Any], config: Any, where: str) -> Iterator[Finding]:
     """Yield what one config on disk says about rope, and the loaded one does not."""
-    layers = _layers(config)
+    layers = rope_settings(config)
     if not layers:
         return
-    thetas = [layer.get("rope_theta") for layer in layers]
+    thetas = [layer.values.get("rope_theta") for layer in layers]
     settings = [(name, raw[name]) for name in _SETTINGS if isinstance(raw.get(name), dict)]
     inside = [value.get("rope_theta") for _, value in settings]
     thetas_in_file = {name: raw[name] for name in THETAS if isinstance(raw.get(name), (int, float))}
@@ -254,18 +231,21 @@ def _lost_theta(where: str, value: float, thetas: list[Any], config: Any) -> Fin
     )  # fmt: skip
 
 
-def _lost_scaling(where: str, setting: dict[str, Any], layers: list[dict[str, Any]], config: Any) -> Iterator[Finding]:
+def _lost_scaling(
+    where: str, setting: dict[str, Any], layers: tuple[RopeSettings, ...], config: Any
+) -> Iterator[Finding]:
     """Yield a scaling on disk of which the loaded config has another type, or other values."""
     if any(isinstance(value, dict) for value in setting.values()):
         return
-    rope_type = _SPELLED.get(rope_type_of(setting), rope_type_of(setting))
+    rope_type = RopeSettings(setting).rope_type
+    rope_type = _SPELLED.get(rope_type, rope_type)
     if rope_type in _NO_SCALING:
         return
-    same = [layer for layer in layers if rope_type_of(layer) == rope_type]
-    keys = _OF_TYPE.get(rope_type, set())
-    agree = [layer for layer in same if all(layer.get(key) == setting[key] for key in keys & setting.keys())]
+    same = [layer for layer in layers if layer.rope_type == rope_type]
+    keys = BY_TYPE.get(rope_type, frozenset()) & setting.keys()
+    agree = [layer for layer in same if all(layer.values.get(key) == setting[key] for key in keys)]
     if not agree:
-        loaded = " and ".join(dict.fromkeys(rope_type_of(layer) for layer in layers))
+        loaded = " and ".join(dict.fromkeys(layer.rope_type for layer in layers))
         problem = f"it is {rope_type!r} on disk, and the model computes with rope type {loaded}" if not same else (
             f"its values are not those of the loaded rope type {rope_type!r}"
         )  # fmt: skip
@@ -279,21 +259,16 @@ def _lost_scaling(where: str, setting: dict[str, Any], layers: list[dict[str, An
 def key_findings(config: Any) -> Iterator[Finding]:
     """Yield keys of rope parameters that have no effect: those of another rope type, and misspelled ones."""
     for path, sub_config in config_parts(config).items():
-        rope = getattr(sub_config, "rope_parameters", None)
-        if not isinstance(rope, dict):
-            continue
-        nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
-        for name, layer in (nested or {"": rope}).items():
-            where = ".".join(filter(None, ["config", path, "rope_parameters", name]))
-            yield from _keys(layer, where, set(getattr(sub_config, "ignore_keys_at_rope_validation", None) or ()))
+        ignored = set(getattr(sub_config, "ignore_keys_at_rope_validation", None) or ())
+        for rope in rope_settings(sub_config):
+            where = ".".join(filter(None, ["config", path, "rope_parameters", rope.layer_type]))
+            yield from _keys(rope, where, ignored)
 
 
-def _keys(rope: dict[str, Any], where: str, ignored: set[str]) -> Iterator[Finding]:
-    rope_type = rope_type_of(rope)
-    if rope_type not in _OF_TYPE:
-        return
-    for key, value in rope.items():
-        if value is None or key in ignored | _COMMON | _OF_TYPE[rope_type]:
+def _keys(rope: RopeSettings, where: str, ignored: set[str]) -> Iterator[Finding]:
+    rope_type = rope.rope_type
+    for key, value in rope.values.items() if rope_type in BY_TYPE else ():
+        if value is None or key in ignored | _COMMON | BY_TYPE[rope_type]:
             continue
         if key in _SCALING and value not in (1, False):
             yield Finding(

@@ -14,27 +14,17 @@ from transformers import PreTrainedConfig
 
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.rope_config import config_at
+from hf_posswap.families.rope_config import BY_TYPE, config_at, rope_settings
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 Apply = Callable[[Any, dict[str, Any]], Any]
-READ_BY_TYPE: dict[str, set[str]] = {
-    "default": set(),
-    "linear": {"factor"},
-    "dynamic": {"factor", "alpha", "original_max_position_embeddings"},
-    "yarn": {
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate", "attn_factor", "extrapolation_factor", "apply_yarn_scaling",
-    },
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "longrope": {
-        "factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor", "short_mscale",
-        "long_mscale",
-    },
-    "proportional": {"factor"},
-}  # fmt: skip
-"""By rope type, the keys besides the base and the rotated share that a program may read."""
+_OF_PROGRAMS: dict[str, set[str]] = {
+    "dynamic": {"alpha"},
+    "yarn": {"attn_factor", "extrapolation_factor", "apply_yarn_scaling"},
+    "longrope": {"short_mscale", "long_mscale"},
+}
+"""By rope type, the keys that some program reads beyond those of transformers."""
 
 
 @dataclass(frozen=True)
@@ -254,15 +244,16 @@ def _difference(wanted: Any, actual: Any) -> str | None:
     if not isinstance(actual, dict):
         return f"rope_parameters would be {actual!r}"
     if any(isinstance(value, dict) for value in wanted.values()):
-        known = (_difference(value, actual.get(name)) for name, value in wanted.items() if isinstance(value, dict))
-        return next((problem for problem in known if problem is not None), None)
+        sets = (_difference(value, actual.get(name)) for name, value in wanted.items() if isinstance(value, dict))
+        return next((problem for problem in sets if problem is not None), None)
     wrong = {name: actual.get(name) for name, value in wanted.items() if actual.get(name) != value}
     if wrong:
         name, value = next(iter(wrong.items()))
         return f"{name} would be {value!r} instead of {wanted[name]!r}"
     stale = {name for name, value in actual.items() if value is not None} - wanted.keys()
-    read = sorted(stale & (READ_BY_TYPE.get(str(wanted.get("rope_type")), set()) | {"partial_rotary_factor"}))
-    if read:
+    rope_type = str(wanted.get("rope_type"))
+    known = BY_TYPE.get(rope_type, frozenset()) | _OF_PROGRAMS.get(rope_type, set()) | {"partial_rotary_factor"}
+    if read := sorted(stale & known):
         return f"{', '.join(read)} of the model's present rope parameters would stay: the program merges both"
     return None
 
@@ -277,10 +268,9 @@ def vllm_length(config: Any) -> float:
     most = min((length for length in lengths if isinstance(length, int)), default=math.inf)
     factor = 1.0
     if "gemma3" not in config.model_type:
-        parameters = getattr(config, "rope_parameters", None) or {}
-        for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
-            if rope.get("rope_type") not in ("su", "longrope", "llama3", "yarn"):
-                factor = rope.get("factor") or factor
+        for rope in rope_settings(config):
+            if rope.rope_type not in ("su", "longrope", "llama3", "yarn"):
+                factor = rope.values.get("factor") or factor
     return (getattr(config, "model_max_length", None) or most) * factor
 
 

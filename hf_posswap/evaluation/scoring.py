@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NumericError, UnsupportedModelError
+from hf_posswap.families.rope_config import rope_settings
 from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.result_views import ResultView
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")  # rope types whose frequencies depend on the total length
 Head = Callable[[Tensor], Tensor]
 _PROBE_TOLERANCE = 1e-4
 
@@ -88,12 +88,9 @@ def reach_of(model: PreTrainedModel) -> Reach:
     causal = report.geometry.causal
     if report.sites["embedding"] != "-":
         return Reach(report.limit, report.limit, causal, "a learned table", causal)
-    # Some models have one type per type of layer.
-    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    types = {str(entry["rope_type"]) for entry in [parameters, *nested] if entry.get("rope_type")}
-    length_dependent = sorted(types & set(_LENGTH_DEPENDENT_TYPES))
-    types_text = ", ".join(length_dependent or sorted(types)) or "default"
+    sets = rope_settings(model.config.get_text_config())  # some models have one for each type of layers
+    length_dependent = {each.rope_type for each in sets if each.follows_length}
+    types_text = ", ".join(sorted(length_dependent or {each.rope_type for each in sets})) or "default"
     return Reach(None, report.limit, causal and not length_dependent, f"rope type {types_text}", causal)
 
 

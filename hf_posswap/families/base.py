@@ -184,6 +184,12 @@ class StackSpec:
     image: ImageSpec | None = None
     position_source: PositionSource | SourceByConfig = "arange"
 
+    def length_in(self, config: PreTrainedConfig) -> int | None:
+        """Return the original length of a stock model of `config`, in tokens, or None."""
+        if self.traits is not None and self.table is None:
+            return self.traits.made_for(config)
+        return getattr(config, TableSpec.config_name if self.table is None else self.table.config_name, None)
+
     def counted_by(self, config: PreTrainedConfig) -> PositionSource:
         """Return what a stock model of `config` counts if it gets no position ids."""
         return self.position_source(config) if callable(self.position_source) else self.position_source

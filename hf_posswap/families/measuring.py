@@ -19,6 +19,7 @@ from hf_posswap.families.rope_config import (
     parameters_of,
     reaching,
     rope_sets,
+    rope_settings,
 )
 from hf_posswap.geometry import Geometry, Layout
 from hf_posswap.rope_math import default_inv_freq
@@ -107,7 +108,7 @@ def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpe
     if spec.table is not None:
         rows, width = table_at(root, spec.table.path).shape  # type: ignore[union-attr]
         return (config.max_position_embeddings if spec.table.computed else rows - offset), width
-    length = getattr(config, TableSpec.config_name, None) if spec.traits is None else spec.traits.made_for(config)
+    length = spec.length_in(config)
     if length is None:
         raise UnsupportedModelError(f"{who(model)}: its config has no length ({TableSpec.config_name}).")
     return length, config.hidden_size
@@ -156,7 +157,7 @@ def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, .
     digits, whatever its dtype now. If the module does not match its config, its own values are used.
     """
     name = buffer_name(rope_set)
-    if parameters_of(config, rope_set).get("rope_type") in ("dynamic", "longrope"):
+    if any(each.follows_length for each in rope_settings(config) if each.layer_type == rope_set):
         return None, 1.0
     current = getattr(rotary, name)
     try:

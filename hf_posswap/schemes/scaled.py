@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.rope_math import default_inv_freq
+from hf_posswap.rope_math import default_inv_freq, temperature
 from hf_posswap.schemes.base import SCHEMES, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import RotaryScheme
@@ -254,16 +254,6 @@ class NTKByParts(ScaledRotary):
             "attention_factor": self.attention_scaling(geometry),
             "truncate": self.truncate,
         }
-
-
-def temperature(factor: float, mscale: float = 1.0) -> float:
-    """Return 0.1 mscale ln(s) + 1, the factor on cos and sin (eq. 22: sqrt(1/t)).
-
-    Example:
-        >>> round(temperature(16.0), 4)
-        1.2773
-    """
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @SCHEMES.register("yarn")

@@ -152,8 +152,7 @@ def rope_problem(positions: PositionConfig, length: int, *, is_own: bool) -> str
         length: the longest that is served, in tokens.
         is_own: whether vLLM has its own class for the model; otherwise transformers' code runs in vLLM.
     """
-    follows = positions.rope_type == "dynamic" or (positions.rope_type == "longrope" and not positions.fixed_list)
-    if not follows or positions.original is None or length <= positions.original:
+    if not positions.rotation.follows_length or positions.original is None or length <= positions.original:
         return None
     if positions.rope_type == "dynamic":
         return (

@@ -23,12 +23,13 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap import CheckReport, check, patch_model
 from hf_posswap.checking import run
-from hf_posswap.checking.angles import rope_angles
 from hf_posswap.checking.report import CODES
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, PositionCheckError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.families.rope_config import RopeSettings
+from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.testing.tiny import language_models, tiny_model
 from tests.contract.models import LENGTH, TINY, build
@@ -68,7 +69,7 @@ class Plain(LlamaRotaryEmbedding):
         nn.Module.__init__(self)
         self.config, self.attention_scaling = config, 1.0
         theta = self.theta or config.rope_parameters["rope_theta"]
-        self.inv_freq = nn.Buffer(rope_angles({"rope_theta": theta}, 16, 32)[0].float(), persistent=False)
+        self.inv_freq = nn.Buffer(default_inv_freq(theta, 16), persistent=False)
 
 
 class Fixed(Plain):
@@ -488,12 +489,13 @@ ROPES: dict[str, dict[str, Any]] = {
 def test_the_formulas_are_those_of_transformers(name: str) -> None:
     rope = DEFAULT | ROPES[name] | {"rope_type": name.partition(",")[0]}
     model = build("llama", rope_parameters=dict(rope), max_position_embeddings=128)
-    angles, factor = rope_angles(rope, 16, 128)
+    settings = RopeSettings(rope, length=128)
+    angles, factor = settings.angles(16), settings.attention_factor
     torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), angles, rtol=2e-5, atol=1e-12)
     assert model.model.rotary_emb.attention_scaling == pytest.approx(factor)
     if name in ("dynamic", "longrope"):
         model(torch.randint(5, 97, (1, 200)))
-        far = rope_angles(rope, 16, 128, 200)[0]
+        far = settings.angles(16, 200)
         torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), far, rtol=2e-5, atol=1e-12)
         assert check(model).clean  # the angles of a long text, in place, are no fault
 

@@ -271,9 +271,41 @@ def test_a_base_model_gives_its_states(tmp_path: Path) -> None:
     assert (opened(made)(inputs)[1:, :7] - expected).abs().max() < BOUND
 
 
+OTHERS = [
+    *(("bloom", scheme) for scheme in (None, "rope", "t5")),
+    *((name, scheme) for name in ("mpt", "gptj", "gpt_neo", "deepseek_v3", "qwen3_moe", "falcon", "gpt_oss")
+      for scheme in ("rope", "alibi")),
+    *((name, "alibi") for name in ("codegen", "mixtral", "cohere", "glm", "phi", "stablelm", "granite", "xglm")),
+    *((name, "alibi") for name in ("deberta-v2", "roformer", "distilbert", "albert", "electra", "mpnet", "esm")),
+]  # fmt: skip
+IN_SLOW = (("bloom", None), ("bloom", "rope"), ("deepseek_v3", "alibi"))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in IN_SLOW else pytest.mark.exhaustive) for case in OTHERS],
+)
+def test_models_of_other_families_become_graphs(name: str, scheme: str | None, tmp_path: Path) -> None:
+    model = tiny_model(name, meta=False, vocab_size=VOCABULARY)
+    if scheme is not None:
+        patch_model(model, scheme, max_length=LONG)
+    made = export(saved(tmp_path / "x", model), "torch", tmp_path / "m.pt2")
+    assert made.verdict == "exact"
+    rows = [words(LENGTH), words(LENGTH - 3)]
+    asked = batch(rows, "right")
+    found = opened(made)(asked)
+    for row, text in zip(found, rows, strict=True):
+        with torch.no_grad():
+            expected = model(text[None])[0][0]
+        assert (row[: len(text)] - expected).abs().max() < BOUND
+
+
 @pytest.mark.slow
-def test_an_encoder_with_a_decoder_takes_both_texts(tmp_path: Path) -> None:
-    model = patch_model(PAIRED["bart"].build(), "rope", max_length=LONG)
+@pytest.mark.parametrize(("name", "scheme"), [("bart", "rope"), ("t5", None), ("t5", "alibi"), ("longt5", "rope")])
+def test_an_encoder_with_a_decoder_takes_both_texts(name: str, scheme: str | None, tmp_path: Path) -> None:
+    model = PAIRED[name].build()
+    if scheme is not None:
+        patch_model(model, scheme, max_length=LONG)
     made = export(saved(tmp_path / "x", model), "onnx", tmp_path / "m.onnx")
     assert "decoder_input_ids, decoder_attention_mask" in made.notes["takes"]
     asked = {"input_ids": words(LENGTH + 5)[None], "decoder_input_ids": words(LENGTH + 9)[None]}

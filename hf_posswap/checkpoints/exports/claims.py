@@ -121,7 +121,12 @@ def usual_bands(position_config: PositionConfig) -> bool:
 
 def one_list(position_config: PositionConfig) -> bool:
     """Return whether it is longrope with one list of divisors for all lengths."""
-    return position_config.rope_type == "longrope" and position_config.fixed_list
+    return position_config.rope_type == "longrope" and position_config.rotation.has_one_list
+
+
+def follows_length(position_config: PositionConfig) -> bool:
+    """Return whether its angles follow the length of the text: dynamic, or longrope of two lists."""
+    return position_config.kind == "rope" and position_config.rotation.follows_length
 
 
 def no_rotation(position_config: PositionConfig) -> bool:

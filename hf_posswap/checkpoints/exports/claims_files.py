@@ -23,6 +23,7 @@ from hf_posswap.checkpoints.exports.claims import (
     but_not,
     every_fourth_plain,
     every_sixth,
+    follows_length,
     of_model,
     of_type,
     one_list,
@@ -76,7 +77,6 @@ _VALUES = (
 )
 _ROTARY_MODELS = "Llama, GPT-NeoX, Gemma 3, ModernBERT"
 _rotary = of_model("llama", "gpt_neox", "gemma3_text", "modernbert")
-_follows = both(of_type("dynamic", "longrope"), but_not(one_list))
 _GraphRow = tuple[str, str, str, Condition, Known]
 _GRAPH_ROWS: tuple[_GraphRow, ...] = (
     (
@@ -99,12 +99,12 @@ _GRAPH_ROWS: tuple[_GraphRow, ...] = (
         "dynamic, longrope of two lists",
         _ROTARY_MODELS,
         _LENGTH,
-        both(_follows, _rotary),
+        both(follows_length, _rotary),
         "tested",
     ),
-    ("dynamic, longrope of two lists", "others", f"{_LENGTH} {_CHECKED}", _follows, "read"),
+    ("dynamic, longrope of two lists", "others", f"{_LENGTH} {_CHECKED}", follows_length, "read"),
     ("any other rope", _ROTARY_MODELS, _ITSELF, _rotary, "tested"),
-    ("any other rope", "others", _COMPARED, anything, "read"),
+    ("any other rope, a bias of the model's own (BLOOM, MPT, T5)", "others", _COMPARED, anything, "read"),
 )
 
 
@@ -120,9 +120,8 @@ def _scaled(position_config: PositionConfig) -> bool:
 
 def _one_scaling(position_config: PositionConfig) -> bool:
     """Return whether full attention alone is scaled, by the metadata, and each layer type has a base of its own."""
-    others = position_config.other_sets
-    plain = all(rope.get("rope_type", "default") == "default" for rope in others.values())
-    return _simple(position_config) and plain and set(others) <= {"sliding_attention"}
+    others = {(each.layer_type, each.rope_type) for each in position_config.others}
+    return _simple(position_config) and others <= {("sliding_attention", "default")}
 
 
 def _no_window(position_config: PositionConfig) -> bool:

@@ -59,7 +59,8 @@ def gguf_metadata(position_config: PositionConfig, rotary_dim: int | None) -> di
             whole head: see `divisors`.
 
     Example:
-        >>> rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+        >>> from hf_posswap.families.rope_config import RopeSettings
+        >>> rope = RopeSettings({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
         >>> metadata = gguf_metadata(PositionConfig("rope", "llama", rope, 64, 32, None), 16)
         >>> metadata["llama.rope.scaling.type"], metadata["llama.rope.scaling.factor"]
         ('linear', 2.0)
@@ -71,8 +72,9 @@ def gguf_metadata(position_config: PositionConfig, rotary_dim: int | None) -> di
     if position_config.kind == "rope" and rotary_dim is not None:
         keys |= {"rope.freq_base": float(position_config.rope["rope_theta"]), "rope.dimension_count": rotary_dim}
         keys |= _scaling(position_config)
-    if "sliding_attention" in position_config.other_sets:
-        keys["rope.freq_base_swa"] = float(position_config.other_sets["sliding_attention"]["rope_theta"])
+    for each in position_config.others:
+        if each.layer_type == "sliding_attention":
+            keys["rope.freq_base_swa"] = float(each.values["rope_theta"])
     return {f"{name}.{key}": value for key, value in keys.items()}
 
 
@@ -92,7 +94,7 @@ def _scaling(position_config: PositionConfig) -> dict[str, Any]:
     if position_config.rope_type not in ("yarn", "longrope") or not factored:
         return {}
     keys = {"rope.scaling.attn_factor": position_config.attention}
-    if position_config.rope_type == "longrope" and not position_config.fixed_list:
+    if position_config.rope_type == "longrope" and position_config.rotation.follows_length:
         original = position_config.rope["original_max_position_embeddings"]
         keys |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": original}
     return keys
@@ -112,7 +114,7 @@ def divisors(config: Any, position_config: PositionConfig, rotary_dim: int) -> d
     if position_config.kind != "rope" or position_config.model_type not in FACTORED:
         return {}
     fixed = _fixed(config, position_config, rotary_dim)
-    if position_config.rope_type == "longrope" and not position_config.fixed_list:
+    if position_config.rope_type == "longrope" and position_config.rotation.follows_length:
         short, long = position_config.rope["short_factor"], position_config.rope["long_factor"]
     elif fixed and position_config.model_type in LLAMA_KIND:
         return {"rope_freqs.weight": fixed}

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
-from hf_posswap.checkpoints.exports.traced import FOLLOWS_LENGTH, Signature, Traced, run, signature_of
+from hf_posswap.checkpoints.exports.traced import Signature, Traced, run, signature_of
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedSwapError
+from hf_posswap.families.rope_config import FOLLOW_LENGTH
 from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.utils.atomic_io import check_room, replacing
 from hf_posswap.utils.format import said_by
@@ -197,7 +198,7 @@ def trials(model: Any, signature: Signature, position_config: PositionConfig) ->
     batches = [trial("right", 1), trial("right", *mixed), trial("left", *mixed), trial("right", whole)]
     original = position_config.original or limit
     beyond = original + original // 4 + 1
-    runs = beyond <= limit or position_config.rope_type in FOLLOWS_LENGTH
+    runs = beyond <= limit or position_config.rope_type in FOLLOW_LENGTH
     if runs and whole < beyond <= FARTHEST:
         batches.append(trial("right", beyond))
     return batches

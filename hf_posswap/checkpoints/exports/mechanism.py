@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hf_posswap.compat.transformers_loading import class_names
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.families.rope_config import parameters_of, reaching
+from hf_posswap.families.locating import family_of
+from hf_posswap.families.rope_config import RopeSettings, reaching, rope_settings
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
+from hf_posswap.rope_math import temperature
 
-Kind = Literal["plugin", "table", "rope"]
+Kind = Literal["plugin", "inside", "table", "rope"]
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """The ends of the names of transformers' classes that generate text."""
 
@@ -24,11 +25,11 @@ class PositionConfig:
     """The positions in the config of a checkpoint.
 
     Attributes:
-        kind: "plugin": only hf_posswap computes it; "table": rows of a table, ordinary weights; "rope": rope
-            parameters.
+        kind: "plugin": only hf_posswap computes it; "inside": a bias of the model's own (BLOOM, MPT, T5); "table": rows
+            of a table, ordinary weights; "rope": rope parameters.
         model_type: of the stock class; for "plugin" of the base model.
-        rope: the rope parameters, standardised; {} where there are none. Where each type of layers has its own, those
-            of full attention.
+        rotation: the rope parameters, standardised; without values where there are none. Where each type of layers has
+            its own, those of full attention.
         length: positions that the model is meant for, in tokens.
         original: positions before any scaling, in tokens; None where unknown.
         scheme: name of the scheme that hf_posswap put in, or None.
@@ -40,15 +41,14 @@ class PositionConfig:
         dtype: of the weights, as the config names it; None where it names none.
         architecture: the class that config.json names; "" where it names none.
         generates: whether it predicts next tokens; False: an encoder, whatever its head.
-        rope_set: the layer type of `rope`, where each layer type has its own rope parameters (Gemma 3, ModernBERT); "":
-            all layers.
-        other_sets: the rope parameters of the other layer types, by their names.
+        others: the rope parameters of the other layer types, where each has its own (Gemma 3, ModernBERT).
+        has_length: whether the config says `length` as max_position_embeddings, where other programs read it.
         slides: for each layer, whether its attention slides, where the config has layer types; () elsewhere.
     """
 
     kind: Kind
     model_type: str
-    rope: dict[str, Any]
+    rotation: RopeSettings
     length: int
     original: int | None
     scheme: str | None
@@ -58,83 +58,78 @@ class PositionConfig:
     unpaged: str | None = None
     dtype: str | None = None
     architecture: str = ""
-    rope_set: str = ""
     generates: bool = True
-    other_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    others: tuple[RopeSettings, ...] = ()
     slides: tuple[bool, ...] = ()
+    has_length: bool = True
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rope parameters; {} where there are none."""
+        return self.rotation.values
+
+    @property
+    def rope_set(self) -> str:
+        """The layer type of `rope`, where each layer type has its own rope parameters; "": all layers."""
+        return self.rotation.layer_type
 
     @property
     def rope_type(self) -> str:
-        return str(self.rope.get("rope_type", "default"))
+        return self.rotation.rope_type
 
     @property
     def factor(self) -> float:
-        return float(self.rope.get("factor") or 1.0)
+        return self.rotation.factor
 
     @property
     def usual_attention(self) -> float:
         """YaRN's own factor on cos and sin, 0.1 ln s + 1."""
-        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        return temperature(self.factor)
 
     @property
     def attention(self) -> float:
         """The factor on cos and sin that transformers uses with YaRN or LongRoPE."""
-        given = self.rope.get("attention_factor")
-        if given is not None:
-            return float(given)
-        if self.rope_type == "longrope":
-            original = self.rope["original_max_position_embeddings"]
-            grown = self.rope.get("factor") or self.length / original
-            return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
-        first, second = float(self.rope.get("mscale") or 0), float(self.rope.get("mscale_all_dim") or 0)
-        if first and second:
-            return (0.1 * first * math.log(self.factor) + 1) / (0.1 * second * math.log(self.factor) + 1)
-        return self.usual_attention
-
-    @property
-    def fixed_list(self) -> bool:
-        """Whether LongRoPE's two lists are equal, so that the angles do not depend on the length."""
-        return bool(self.rope.get("short_factor")) and self.rope.get("short_factor") == self.rope.get("long_factor")
+        return replace(self.rotation, length=self.length).attention_factor
 
 
 def position_config_of(config: Any) -> PositionConfig:
     """Return the positions in the config of a checkpoint.
 
     Raises:
-        UnsupportedModelError: the model reads images, or the config has no length.
+        UnsupportedModelError: the model reads images, or neither its config nor its family names a length.
         RecordError: its record cannot be read or applied.
     """
     values = getattr(config, "posswap", None)
     record = None if values is None else SwapRecord.from_dict(values)
-    length = getattr(config, "max_position_embeddings", None)
-    rope_set = _rope_set(config)
-    rope = dict(parameters_of(config, rope_set))
-    if length is None and (hasattr(config, "image_size") or hasattr(config, "vision_config")):
+    stated = getattr(config, "max_position_embeddings", None)
+    sets = rope_settings(config)
+    main = reaching(tuple(each.layer_type for each in sets))
+    rotation = next((each for each in sets if each.layer_type in main), RopeSettings())
+    if stated is None and (hasattr(config, "image_size") or hasattr(config, "vision_config")):
         raise UnsupportedModelError(
             f"{type(config).__name__} belongs to a model that reads images; only language models can be exported. "
             "Load it with hf_posswap.load; of a multimodal model, save the language model alone and export that."
         )
+    own = None if stated is not None or record is not None else family_of(config).parts[-1]
+    length = stated or (own.length_in(config) if own is not None else record.max_length if record is not None else None)
     if length is None:
-        raise UnsupportedModelError(
-            f"{type(config).__name__} has no max_position_embeddings: it is unknown how other programs read its "
-            "positions."
-        )
-    original = rope.get("original_max_position_embeddings")
+        raise UnsupportedModelError(f"{type(config).__name__} names no length, and its family knows none.")
+    original = rotation.values.get("original_max_position_embeddings")
     if record is not None and original is None:
         original = record.original.get("max_position_embeddings")
         original = min(original, length) if isinstance(original, int) else None  # whatever a record says
     plugin = native_config_class(config) is not type(config)
-    kind: Kind = "plugin" if plugin else "rope" if rope else "table"
+    inside = own is not None and own.traits is not None and own.traits.inside(config) is not None
+    kind: Kind = "plugin" if plugin else "rope" if rotation.values else "inside" if inside else "table"
     name = None if record is None else str(record.scheme["name"])
     model_type = config.model_type if record is None else record.base_type
     settings = {} if record is None else dict(record.scheme)
-    used = set(getattr(config, "layer_types", None) or ()) - {rope_set}  # a set that no layer has says nothing
-    sets = {} if plugin or not rope_set else config.rope_parameters
+    used = set(getattr(config, "layer_types", None) or ()) - {rotation.layer_type}  # what no layer has says nothing
     rotates = tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ())  # 1 there: it rotates
     return PositionConfig(
         kind,
         model_type,
-        {} if plugin else rope,
+        RopeSettings() if plugin else rotation,
         length,
         original,
         name,
@@ -144,10 +139,10 @@ def position_config_of(config: Any) -> PositionConfig:
         paged_problem(recorded_plan(config, model_class_of(config))[1]) if plugin else None,
         str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
         next(iter(getattr(config, "architectures", None) or ()), ""),
-        "" if plugin else rope_set,
         _generates(config, model_type),
-        {name: dict(parameters_of(config, name)) for name in sets if name in used},
+        () if plugin else tuple(each for each in sets if each.layer_type in used),
         tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()),
+        stated is not None,
     )
 
 
@@ -159,13 +154,6 @@ def _generates(config: Any, model_type: str) -> bool:
     if architecture.endswith(_GENERATING):
         return True
     return model_type not in class_names("MASKED_LM")
-
-
-def _rope_set(config: Any) -> str:
-    """Return the first layer type with full attention, where each layer type has its own rope parameters; else ""."""
-    sets = (getattr(config, "rope_parameters", None) or {}).items()
-    names = tuple(name for name, values in sets if isinstance(values, dict))
-    return reaching(names)[0] if names else ""
 
 
 def _window(config: Any) -> int | None:

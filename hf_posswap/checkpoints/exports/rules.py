@@ -30,16 +30,18 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "sentence-transformers": SENTENCE_TRANSFORMERS,
 }
 """By program, the rows in order: the first that fits a checkpoint applies; the last fits all."""
-_BY_LAYER_TYPE = ("transformers", "onnx", "torch", "sentence-transformers")
-"""The programs that run transformers' code, which takes rope parameters for each layer type."""
+_SAME_CODE = ("transformers", "onnx", "torch", "sentence-transformers")
+"""The programs that run transformers' code, whatever it reads positions from."""
 _SEEN_BY_LAYER_TYPE = {"vllm": ("gemma3_text",), "llamacpp": ("gemma3_text",)}
 """The model types with such parameters that other programs were run with."""
 
 
 def is_known(target: str, position_config: PositionConfig) -> bool:
     """Return whether the rows of the program `target` cover such a checkpoint."""
-    seen = target in _BY_LAYER_TYPE or position_config.model_type in _SEEN_BY_LAYER_TYPE.get(target, ())
-    return seen or not position_config.rope_set
+    if target in _SAME_CODE:
+        return True
+    seen = position_config.model_type in _SEEN_BY_LAYER_TYPE.get(target, ())
+    return position_config.has_length and (seen or not position_config.rope_set)
 
 
 def claim_for(target: str, position_config: PositionConfig) -> Claim:
@@ -49,9 +51,15 @@ def claim_for(target: str, position_config: PositionConfig) -> Claim:
         UnsupportedModelError: no row covers it.
     """
     if not is_known(target, position_config):
+        known = f"Known: {', '.join(_SAME_CODE)}"
+        if not position_config.has_length:
+            raise UnsupportedModelError(
+                f"the config of a {position_config.model_type} has no max_position_embeddings: it is unknown how "
+                f"{target} reads its positions. {known}."
+            )
         raise UnsupportedModelError(
             f"the config has rope parameters for each layer type: it is unknown how {target} reads those of a "
-            f"{position_config.model_type}. Known: {', '.join(_BY_LAYER_TYPE)}; vllm and llamacpp with gemma3_text."
+            f"{position_config.model_type}. {known}; vllm and llamacpp with gemma3_text."
         )
     return next(claim for claim in CLAIMS[target] if claim.fits(position_config))
 

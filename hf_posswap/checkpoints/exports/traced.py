@@ -19,11 +19,9 @@ from torch.func import functional_call
 from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
-from hf_posswap.families.rope_config import buffer_name, parameters_of
+from hf_posswap.families.rope_config import FOLLOW_LENGTH, buffer_name, parameters_of
 from hf_posswap.patching.sites.rotary.modules import rebuilt
 
-FOLLOWS_LENGTH = ("dynamic", "longrope")
-"""The rope types whose angles depend on the length of the text."""
 OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """What a graph gives of what a model gives, where the model has it."""
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
@@ -196,7 +194,7 @@ class RotaryByLength(nn.Module):
 
 def following(module: Any) -> dict[str, str]:
     """Return the rope types of a rotary module that follow the length, by frequency set; {} for any other module."""
-    return {name: rope_type for name, rope_type in _rope_types(module).items() if rope_type in FOLLOWS_LENGTH}
+    return {name: rope_type for name, rope_type in _rope_types(module).items() if rope_type in FOLLOW_LENGTH}
 
 
 def _rope_types(module: Any) -> dict[str, str]:

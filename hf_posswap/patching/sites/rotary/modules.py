@@ -14,7 +14,15 @@ from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import PosswapError
 from hf_posswap.families.measuring import rounds
-from hf_posswap.families.rope_config import buffer_name, config_at, factor_of, inv_freq_names, parameters_of, rope_sets
+from hf_posswap.families.rope_config import (
+    BY_TYPE,
+    buffer_name,
+    config_at,
+    factor_of,
+    inv_freq_names,
+    parameters_of,
+    rope_sets,
+)
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
@@ -27,11 +35,7 @@ RopeValues = dict[str, dict[str, Any]]
 """Rope parameters by layer type; see `families.rope_config`."""
 
 # keys that rope types may set; every other key (mrope_section, ...) belongs to the model and is kept
-_ROPE_KEYS = {
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
-    "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
-    "truncate",
-}  # fmt: skip
+_ROPE_KEYS = {"rope_type", "type", "rope_theta"}.union(*BY_TYPE.values())
 
 
 class NeutralRotary(nn.Module):
