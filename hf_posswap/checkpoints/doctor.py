@@ -27,7 +27,7 @@ from hf_posswap.compat.transformers_models import unsaved_keys
 from hf_posswap.errors import CheckpointError, RecordError, RemoteCodeError, UnsupportedModelError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
-from hf_posswap.families.rope_config import inv_freq_names
+from hf_posswap.families.rope_config import RopeSettings, inv_freq_names
 from hf_posswap.families.sites import Sites
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.inspect.untrusted_config import bounds_by, refuse_endless
@@ -339,7 +339,7 @@ def _reach(layout: Layout, chart: Chart) -> int | None:
         return int(record["max_length"])
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     most = config.get("max_position_embeddings")
-    scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("yarn", "longrope", "llama3")
+    scaled = isinstance(rope, dict) and RopeSettings(rope).rope_type in ("yarn", "longrope", "llama3")
     return most if scaled and isinstance(most, int) else None
 
 

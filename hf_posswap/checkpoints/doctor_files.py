@@ -5,7 +5,6 @@ Those are in the rope settings of its configs, in the record of a swap, and in w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.compat.transformers_loading import file_of
 from hf_posswap.errors import CheckpointError, RecordError
+from hf_posswap.families.rope_config import BY_TYPE, FOLLOW_LENGTH, SCALED, RopeSettings
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.untrusted_config import bounds_by, within
@@ -23,14 +23,13 @@ from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, POSSWAP_ROPE_TYPE, read
+from hf_posswap.rope_math import temperature
 from hf_posswap.utils.auto_classes import refuse_endless_lists
 from hf_posswap.utils.format import is_number
 from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
 
-_SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _FROM_ORIGINAL = ("yarn", "longrope", "llama3")
-_KNOWN = ("default", *_SCALED, "proportional", POSSWAP_ROPE_TYPE)
 _SETTINGS = ("rope_parameters", "rope_scaling")
 _WHERE = "config.json: posswap"
 
@@ -152,29 +151,24 @@ def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterato
             yield Finding("warning", f"{location}.{name}", problem, "Put truncate next to the layer types.", "rope-key")
 
 
-def rope_type(rope: dict[str, Any]) -> str:
-    """Return the rope type of one set of rope settings, in the new spelling or the old."""
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
 def _of_one(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
-    rope_kind = rope_type(rope)
+    rope_kind = RopeSettings(rope).rope_type
     if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
         problem = f"type is {rope['type']!r} and rope_type {rope['rope_type']!r}: programs differ in which they read."
         yield Finding("error", where, problem, "Keep only rope_type.", "rope-type-twice")
-    if rope_kind not in _KNOWN and rope_kind != "su":
-        problem = f"rope type {rope_kind!r} is not one of transformers': {', '.join(_KNOWN[:-1])}."
+    if rope_kind not in (*BY_TYPE, POSSWAP_ROPE_TYPE, "su"):
+        problem = f"rope type {rope_kind!r} is not one of transformers': {', '.join(BY_TYPE)}."
         yield Finding("note", where, problem, "Only a class that defines this type can load it.", "rope-type")
     if rope_kind == POSSWAP_ROPE_TYPE:
         return
     yield from _theta(config, rope, where)
-    if rope_kind in _SCALED:
+    if rope_kind in SCALED and rope_kind != "proportional":
         yield from _factor(config, rope, rope_kind, where)
     if rope_kind in _FROM_ORIGINAL or rope_kind == "dynamic":
         yield from _lengths(config, rope, rope_kind, where)
     if rope_kind == "yarn":
         yield from _yarn(rope, where)
-    if rope_kind in ("dynamic", "longrope"):
+    if rope_kind in FOLLOW_LENGTH:
         problem = f"{rope_kind} follows the length: with a cache, a text that grows beyond the original length is not "
         problem += "computed as one forward would."
         yield Finding(
@@ -186,7 +180,7 @@ def _spelled_anew(settings: Any) -> Any:
     """Return rope settings with their type only under its new name."""
     if not isinstance(settings, dict):
         return settings
-    return {k: v for k, v in settings.items() if k != "type"} | {"rope_type": rope_type(settings)}
+    return {k: v for k, v in settings.items() if k != "type"} | {"rope_type": RopeSettings(settings).rope_type}
 
 
 def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
@@ -307,7 +301,7 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
         yield Finding("warning", where, problem, "Write attention_factor itself.", "attention-factor")
     if not is_number(factor) or factor < 1:
         return
-    usual = 0.1 * math.log(factor) + 1
+    usual = temperature(factor)
     if given is None and any(scales):
         problem = "the attention factor comes from mscale, which vLLM before September 2026 and TGI drop."
         yield Finding(
