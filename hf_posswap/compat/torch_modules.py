@@ -40,6 +40,28 @@ class TensorHooks(nn.Module):
         self.write_state(destination, prefix)
 
 
+_register_parameter = nn.Module.register_parameter
+
+
+@contextmanager
+def parameters_as_given() -> Iterator[None]:
+    """Let modules keep the parameters that they are given, on their own device, inside the block.
+
+    Touches `Module.register_parameter`, which vLLM and accelerate's `init_empty_weights` replace while they build a
+    model, by a function that puts each parameter on meta. Without it a tiny model that is built meanwhile could not
+    run, so no swap could be proved.
+    """
+    replaced = nn.Module.register_parameter
+    if replaced is _register_parameter:
+        yield
+        return
+    nn.Module.register_parameter = _register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = replaced  # type: ignore[method-assign]
+
+
 def pre_hooks(module: nn.Module) -> list[Any]:
     """Return the forward pre-hooks of `module`, in the order in which they run.
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.torch_dispatch import PrivateRandomness
+from hf_posswap.compat.torch_modules import parameters_as_given
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.testing.tiny import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
 
@@ -190,12 +191,13 @@ def _shares(weights: Sequence[int], total: int) -> list[int]:
 
 
 def isolated() -> ExitStack:
-    """Return contexts that isolate a twin from the surrounding device, gradient mode and autocast.
+    """Return contexts that isolate a twin from the device, gradient mode, autocast and `init_empty_weights` around it.
 
     A twin runs in one thread: starting others costs more than its small operators.
     """
     stack = ExitStack()
     stack.enter_context(_in_one_thread())
+    stack.enter_context(parameters_as_given())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
     stack.enter_context(torch.autocast("cpu", enabled=False))

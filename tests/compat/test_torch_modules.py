@@ -23,6 +23,18 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+def test_parameters_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+    monkeypatch.setattr(nn.Module, "register_parameter", register_on_meta)
+    with torch_modules.parameters_as_given():
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+    assert nn.Linear(2, 2).weight.device.type == "meta"
+
+
 def test_pre_hooks() -> None:
     module, order = nn.Linear(2, 2), []
     hooks = [lambda *_: order.append("first"), lambda *_: order.append("second")]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_dispatch import PrivateRandomness
+from hf_posswap.compat.torch_modules import parameters_as_given
 from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.errors import PosswapError, SchemeError
 from hf_posswap.geometry import Geometry
@@ -50,6 +51,7 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
         without_fake_mode(),
         torch.device("cpu"),
         PrivateRandomness(0),
+        parameters_as_given(),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
     ):

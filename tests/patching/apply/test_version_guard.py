@@ -457,3 +457,22 @@ def test_the_code_in_a_checkpoint_proves_itself_on_versions_that_it_was_not_test
     run = load(POSSWAP_UNTESTED="refuse")
     assert run.returncode == 1
     assert "POSSWAP_UNTESTED=refuse" in run.stderr
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "kerple"])
+def test_a_program_that_puts_each_parameter_on_meta_may_build_a_swapped_model(
+    scheme: str, untested: Path, proofs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(UntestedVersionWarning):
+        config = patch_model(tiny_model("llama", meta=False), scheme).config
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: Any, name: str, parameter: Any) -> None:  # as vLLM and accelerate do
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", register_on_meta)
+    built = transformers.AutoModel.from_config(config)
+    assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+    assert proofs == ["LlamaForCausalLM", "LlamaModel"]
