@@ -45,6 +45,7 @@ def served_attention(
         The output, [1, T, H, D], and None.
     """
     call: AttentionCall = kwargs.pop(CALL_ARGUMENT)
+    call.used = True
     query, key = call.rotate(query, key)
     query = call.scaled(query)
     output, _ = attention_function("vllm", None)(module, query, key, value, attention_mask, **kwargs)  # [T, H D]

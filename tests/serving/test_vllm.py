@@ -146,7 +146,7 @@ DIFFERENT: dict[str, Case] = {
 """What vLLM computes otherwise, as stock checkpoints: the plugin refuses those that hf_posswap wrote."""
 HALF = {
     "shard": "Weight files referenced in index but missing",
-    "weight": "lacks 1 weights of its model, model.layers.1.mlp.up_proj.weight among them",
+    "weight": "lacks 1 weights of its model, including model.layers.1.mlp.up_proj.weight",
     "table": "wpe.weight has shape .256, 128. in the checkpoint",
     "scheme": "unknown scheme",
     "route": "plugin swap to rope.*native here",
