@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,25 +42,44 @@ class TensorHooks(nn.Module):
 
 
 _register_parameter = nn.Module.register_parameter
+_replacing: list[Callable[..., None]] = []
+_keeping, _keeping_lock = threading.local(), threading.Lock()
+_keeping_threads = 0
+
+
+def _register_in_thread(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Register a parameter as it is given in threads inside `parameters_as_given`, in others as before."""
+    others = [] if getattr(_keeping, "depth", 0) else list(_replacing)
+    (others or [_register_parameter])[0](module, name, parameter)
 
 
 @contextmanager
 def parameters_as_given() -> Iterator[None]:
-    """Let modules keep the parameters that they are given, on their own device, inside the block.
+    """Let modules that this thread builds inside the block keep the parameters that they are given, on their device.
 
-    Touches `Module.register_parameter`, which vLLM and accelerate's `init_empty_weights` replace while they build a
-    model, by a function that puts each parameter on meta. Without it a tiny model that is built meanwhile could not
-    run, so no swap could be proved.
+    Touches `Module.register_parameter`, which vLLM and accelerate's `init_empty_weights` replace for the whole process
+    while they build a model, by a function that puts each parameter on meta. Without it a tiny model that is built
+    meanwhile could not run, so no swap could be proved. Other threads keep the function that was there, and where its
+    owner puts back torch's own meanwhile, that stays.
     """
-    replaced = nn.Module.register_parameter
-    if replaced is _register_parameter:
-        yield
-        return
-    nn.Module.register_parameter = _register_parameter  # type: ignore[method-assign]
+    global _keeping_threads
+    with _keeping_lock:
+        replaced = nn.Module.register_parameter
+        if replaced is not _register_parameter and replaced is not _register_in_thread:
+            _replacing[:] = [replaced]
+            nn.Module.register_parameter = _register_in_thread  # type: ignore[method-assign]
+        _keeping_threads += 1
+    _keeping.depth = getattr(_keeping, "depth", 0) + 1
     try:
         yield
     finally:
-        nn.Module.register_parameter = replaced  # type: ignore[method-assign]
+        _keeping.depth -= 1
+        with _keeping_lock:
+            _keeping_threads -= 1
+            if not _keeping_threads and _replacing:
+                if nn.Module.register_parameter is _register_in_thread:
+                    nn.Module.register_parameter = _replacing[0]  # type: ignore[method-assign]
+                _replacing.clear()  # whoever saved our function and puts it back then has torch's own
 
 
 def pre_hooks(module: nn.Module) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +33,27 @@ def test_parameters_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "register_parameter", register_on_meta)
     with torch_modules.parameters_as_given():
         assert nn.Linear(2, 2).weight.device.type == "cpu"
+        with torch_modules.parameters_as_given():
+            assert nn.Linear(2, 2).weight.device.type == "cpu"
+        assert built_in_a_thread().device.type == "meta"
+    assert nn.Module.register_parameter is register_on_meta
     assert nn.Linear(2, 2).weight.device.type == "meta"
+
+
+def built_in_a_thread() -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: nn.Linear(2, 2).weight).result()
+
+
+def test_parameters_as_given_leaves_what_others_put_back_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = nn.Module.register_parameter
+    monkeypatch.setattr(nn.Module, "register_parameter", lambda *given: register(*given))
+    with torch_modules.parameters_as_given():
+        saved = nn.Module.register_parameter  # another thread's init_empty_weights begins,
+        nn.Module.register_parameter = register  # and the first one ends
+    assert nn.Module.register_parameter is register
+    monkeypatch.setattr(nn.Module, "register_parameter", saved)
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 def test_pre_hooks() -> None:
