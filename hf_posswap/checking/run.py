@@ -45,7 +45,8 @@ from hf_posswap.utils.threads import quiet_logger
 from hf_posswap.utils.weight_shapes import Shapes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _OF_PROGRAMS = ("serving", "scaling-lengths", "attention-factor")
 """Codes about what other programs do with values that a swap wrote on purpose: its record is held against them."""
@@ -101,7 +102,7 @@ def check(
         return _of_live(inner, forward, tokenizer)
 
 
-def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: Any) -> CheckReport:
+def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: PreTrainedTokenizerBase) -> CheckReport:
     """Return the report on a live model."""
     examined = _Examined(type(inner).__name__, is_live=True)
     coverage, config = examined.coverage, inner.config.to_dict()
@@ -145,7 +146,9 @@ class _Examined:
         unique = list(dict.fromkeys(findings))
         return CheckReport(self.source, worst_first(unique), *map(tuple, vars(self.coverage).values()))
 
-    def model(self, model: Any, sites: Sites | None, raw: dict[str, Any] | None, forward: bool | None) -> None:
+    def model(
+        self, model: PreTrainedModel, sites: Sites | None, raw: dict[str, Any] | None, forward: bool | None
+    ) -> None:
         """Check a model: live, or a skeleton on the meta device."""
         swap = getattr(model, "_posswap", None)
         self.is_swapped = swap is not None
@@ -192,7 +195,7 @@ class _Examined:
         except Exception as error:  # configs hold any values, and models any code
             self.coverage.fail(check, error)
 
-    def sites(self, model: Any) -> Sites | None:
+    def sites(self, model: PreTrainedModel) -> Sites | None:
         """Return where the positions of a model are; None, with the reason, where no family describes it."""
         check = "position tables and their lengths"
         try:
@@ -203,7 +206,7 @@ class _Examined:
             self.coverage.fail(check, error)
         return None
 
-    def last(self, model: Any, diagnosis: Diagnosis | None, length: Any) -> None:
+    def last(self, model: PreTrainedModel, diagnosis: Diagnosis | None, length: Any) -> None:
         """Check what serving programs read, and the scaling that `length`, the tokenizer's, does not reach."""
         try:
             self.findings += list(serving_findings(model.config, diagnosis))
@@ -223,7 +226,7 @@ class _Examined:
         else:
             self.coverage.skip("the weights", f"not loaded, because their number cannot be read {loads}")
 
-    def _angles(self, model: Any, sets: list[RotarySet], is_skeleton: bool) -> Iterator[Finding]:
+    def _angles(self, model: PreTrainedModel, sets: list[RotarySet], is_skeleton: bool) -> Iterator[Finding]:
         """Yield what is wrong with the angles of a model, whose sets are added to `sets`."""
         sets += rotary_sets(model)
         if sets:
@@ -235,7 +238,7 @@ class _Examined:
             self.coverage.skip("angles", f"{type(model).__name__} has no rotary module that keeps them as inv_freq")
         yield from angle_findings(sets, is_skeleton=is_skeleton)
 
-    def _lost(self, model: Any, raw: dict[str, Any]) -> list[Finding]:
+    def _lost(self, model: nn.Module, raw: dict[str, Any]) -> list[Finding]:
         """Return what the config lost of its config.json, and drop what says the same."""
         lost = list(lost_findings(raw, model.config))
         named = {each.where.rpartition(" ")[2] for each in lost}
@@ -244,7 +247,7 @@ class _Examined:
         ]  # the same theta, and the file is where to write it
         return _changed_on_purpose(model, raw, lost) if lost and self.is_live else lost
 
-    def _swap(self, model: Any, *, runs: bool) -> None:
+    def _swap(self, model: PreTrainedModel, *, runs: bool) -> None:
         """Check that the swap of a model is in force: by its outputs where the model `runs`, or by its modules."""
         try:
             if runs:
@@ -311,7 +314,7 @@ def _size(shapes: Shapes | None) -> int:
     return sum(torch.Size(shape).numel() for shape in (shapes or {}).values())
 
 
-def _rows(model: Any, sites: Sites | None) -> int | None:
+def _rows(model: PreTrainedModel, sites: Sites | None) -> int | None:
     """Return the positions of the model's shortest table; None: it has none."""
     rows = []
     for stack in () if sites is None else sites.stacks:
@@ -331,7 +334,7 @@ def _length_in(raw: dict[str, Any] | None) -> int | None:
     return None
 
 
-def _config_file(model: Any) -> tuple[dict[str, Any] | None, str]:
+def _config_file(model: PreTrainedModel) -> tuple[dict[str, Any] | None, str]:
     """Return the config.json that a live model was loaded from; None, and why, where it is not at hand."""
     source = getattr(model.config, "name_or_path", "")
     if not source:

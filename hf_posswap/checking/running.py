@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.patching.record.model_class import native_class
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
 from hf_posswap.utils.format import said_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS = 8
 """Length of the rows."""
@@ -72,7 +75,7 @@ class _Runner:
         return values[0].masked_fill(never & ~never.all(), 0.0).float().cpu()
 
 
-def running_findings(model: Any, rows: int | None, coverage: Coverage) -> Iterator[Finding]:
+def running_findings(model: PreTrainedModel, rows: int | None, coverage: Coverage) -> Iterator[Finding]:
     """Yield how the outputs of a live model, padding and packing go wrong; it is left in eval mode.
 
     Args:
@@ -159,7 +162,7 @@ def _constant(runner: _Runner, outputs: Tensor) -> Finding | None:
     )  # fmt: skip
 
 
-def _named(model: Any, is_meant: Callable[[Tensor], bool]) -> str:
+def _named(model: PreTrainedModel, is_meant: Callable[[Tensor], bool]) -> str:
     """Return the floating-point parameters that are meant, the first three by name; "": there are none."""
     tensors = [
         (n, tensor) for n, tensor in model.named_parameters() if tensor.is_floating_point() and not tensor.is_meta
@@ -302,7 +305,7 @@ def _ran(runner: _Runner, code: str, where: str, effect: str, do: str) -> Findin
 
 
 @lru_cache(maxsize=64)
-def codes_of_class(cls: Any) -> frozenset[str]:
+def codes_of_class(cls: type) -> frozenset[str]:
     """Return the codes of what padding and packing do to a tiny model of a class of transformers, unswapped."""
     try:
         model = tiny_model(cls, meta=False)

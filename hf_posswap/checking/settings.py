@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checking.angles import RotarySet
 from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding
@@ -18,6 +18,9 @@ from hf_posswap.checkpoints.exports.rules import Judgement, filled, is_known, ju
 from hf_posswap.families.modules import get
 from hf_posswap.families.rope_config import BY_TYPE, RopeSettings, config_at, config_parts, rope_settings
 from hf_posswap.families.sites import Sites, TokenTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 THETAS = ("rope_theta", "rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base")
 """Names under which configs have carried the one theta of a model."""
@@ -61,7 +64,7 @@ def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def late_scaling(model: Any, longest: Any) -> Iterator[Finding]:
+def late_scaling(model: PreTrainedModel, longest: Any) -> Iterator[Finding]:
     """Yield a dynamic scaling that no text reaches, because the tokenizer cuts it before.
 
     Args:
@@ -97,7 +100,7 @@ def _values(rope: dict[str, Any]) -> str:
     return ", ".join(f"{name} {rope[name]}" for name in names if name in rope) or "no factor"
 
 
-def theta_findings(model: Any, sets: list[RotarySet]) -> Iterator[Finding]:
+def theta_findings(model: PreTrainedModel, sets: list[RotarySet]) -> Iterator[Finding]:
     """Yield thetas of a live config that nothing reads, and thetas that are null."""
     for path, config in config_parts(model.config).items():
         inside = [layer.values.get("rope_theta") for layer in rope_settings(config)]
@@ -120,7 +123,7 @@ def listed(values: list[Any]) -> str:
     return " and ".join(dict.fromkeys(texts))
 
 
-def table_findings(model: Any, sites: Sites | None) -> Iterator[Finding]:
+def table_findings(model: PreTrainedModel, sites: Sites | None) -> Iterator[Finding]:
     """Yield position tables with fewer rows than the config has positions."""
     for stack in () if sites is None else sites.stacks:
         if not isinstance(stack.table, TokenTable) or stack.config_name is None:
@@ -140,7 +143,7 @@ def table_findings(model: Any, sites: Sites | None) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def length_raised(model: Any, sets: list[RotarySet], trained: int | None) -> Iterator[Finding]:
+def length_raised(model: PreTrainedModel, sets: list[RotarySet], trained: int | None) -> Iterator[Finding]:
     """Yield a max_position_embeddings that was raised while the angles stayed those of plain RoPE.
 
     Args:
@@ -163,7 +166,7 @@ def length_raised(model: Any, sets: list[RotarySet], trained: int | None) -> Ite
         )  # fmt: skip
 
 
-def generation_findings(model: Any, sites: Sites | None) -> Iterator[Finding]:
+def generation_findings(model: PreTrainedModel, sites: Sites | None) -> Iterator[Finding]:
     """Yield a generation_config that generates more tokens than there are positions."""
     generation = getattr(model, "generation_config", None)
     window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -219,7 +222,7 @@ def _lost(raw: dict[str, Any], config: Any, where: str) -> Iterator[Finding]:
         yield from _lost_scaling(f"{where}: {name}", setting, layers, config)
 
 
-def _lost_theta(where: str, value: float, thetas: list[Any], config: Any) -> Finding:
+def _lost_theta(where: str, value: float, thetas: list[Any], config: PreTrainedConfig) -> Finding:
     loaded = " and ".join(
         dict.fromkeys(f"{theta:g}" if isinstance(theta, (int, float)) else "null" for theta in thetas)
     )
@@ -232,7 +235,7 @@ def _lost_theta(where: str, value: float, thetas: list[Any], config: Any) -> Fin
 
 
 def _lost_scaling(
-    where: str, setting: dict[str, Any], layers: tuple[RopeSettings, ...], config: Any
+    where: str, setting: dict[str, Any], layers: tuple[RopeSettings, ...], config: PreTrainedConfig
 ) -> Iterator[Finding]:
     """Yield a scaling on disk of which the loaded config has another type, or other values."""
     if any(isinstance(value, dict) for value in setting.values()):
@@ -256,7 +259,7 @@ def _lost_scaling(
         )  # fmt: skip
 
 
-def key_findings(config: Any) -> Iterator[Finding]:
+def key_findings(config: PreTrainedConfig) -> Iterator[Finding]:
     """Yield keys of rope parameters that have no effect: those of another rope type, and misspelled ones."""
     for path, sub_config in config_parts(config).items():
         ignored = set(getattr(sub_config, "ignore_keys_at_rope_validation", None) or ())
@@ -285,12 +288,12 @@ def _keys(rope: RopeSettings, where: str, ignored: set[str]) -> Iterator[Finding
                 )  # fmt: skip
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 40 else f"{text[:36]}..."
 
 
-def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterator[Finding]:
+def serving_findings(config: PreTrainedConfig, diagnosis: Diagnosis | None = None) -> Iterator[Finding]:
     """Yield the programs that compute other positions than transformers, and those that want other keys.
 
     Args:
@@ -334,7 +337,7 @@ def serving_findings(config: Any, diagnosis: Diagnosis | None = None) -> Iterato
             )  # fmt: skip
 
 
-def _wanted(judged: Judgement, positions: PositionConfig, config: Any) -> dict[str, Any]:
+def _wanted(judged: Judgement, positions: PositionConfig, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the keys that a program wants and the config lacks or has otherwise; {}: its defaults are the same."""
     if positions.rope_type == "default" and positions.rope.get("rope_theta", _USUAL_THETA) == _USUAL_THETA:
         return {}

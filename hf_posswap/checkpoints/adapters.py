@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,12 +29,15 @@ from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 from hf_posswap.utils.threads import ignored_warnings
 from hf_posswap.utils.untrusted import read_bounded_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 SIDECAR_VERSION = 1
 ADAPTER_CONFIG = "adapter_config.json"
 _HINT = "{base} (positions swapped to {scheme}; load this adapter with hf_posswap.load)"
 
 
-def add_adapter(model: Any, config: Any, adapter_name: str = "default") -> Any:
+def add_adapter(model: PreTrainedModel, config: PreTrainedConfig, adapter_name: str = "default") -> Any:
     """Return a PEFT model around the swapped `model` whose adapter trains the positions too, and carries the swap.
 
     It is `peft.get_peft_model` with `position_modules(model)` added to the config's `modules_to_save`. `config` itself
@@ -77,7 +80,7 @@ def watch(peft_model: ModuleType) -> None:
     watch_adapters(peft_model, _before_saving, write_sidecars, refuse_misfit)
 
 
-def _before_saving(model: Any, is_converted: bool) -> None:
+def _before_saving(model: PreTrainedModel, is_converted: bool) -> None:
     """Refuse to save an adapter that could not be loaded onto the same base again.
 
     Raises:
@@ -99,7 +102,7 @@ def _before_saving(model: Any, is_converted: bool) -> None:
         )
 
 
-def save_with_swap(model: Any, folder: Path) -> None:
+def save_with_swap(model: PreTrainedModel, folder: Path) -> None:
     """Call the `save_pretrained` of `model`, and see to it that an adapter carries the swap of its base.
 
     A SentenceTransformer saves all its modules, without a model card, which `push` writes.
@@ -119,7 +122,7 @@ def save_with_swap(model: Any, folder: Path) -> None:
     write_sidecars(inner, folder)
 
 
-def write_sidecars(model: Any, folder: Path) -> None:
+def write_sidecars(model: PreTrainedModel, folder: Path) -> None:
     """Write the sidecar next to the config of each adapter of `model` in `folder`, if its base is swapped.
 
     Where the base was swapped after it had been loaded, the adapter config no longer names it: whatever loads the
@@ -183,12 +186,12 @@ def without_peft_warning() -> Iterator[None]:
         yield
 
 
-def is_swapped(model: Any) -> bool:
+def is_swapped(model: PreTrainedModel) -> bool:
     """Return whether `model`, or the base inside a PEFT model, carries a swap."""
     return getattr(base_of(model), "_posswap", None) is not None
 
 
-def swapped_base(model: Any) -> Any:
+def swapped_base(model: PreTrainedModel) -> Any:
     """Return the swapped transformers model: `model`, or the base inside a PEFT model.
 
     Raises:
@@ -218,7 +221,7 @@ def lies_on_disk(base: Any) -> bool:
         ) from error
 
 
-def position_modules(model: Any) -> list[str]:
+def position_modules(model: PreTrainedModel) -> list[str]:
     """Return the names for PEFT's `modules_to_save` of the position modules that training changes; [] where none does.
 
     PEFT freezes the base, and what a scheme learns with it (the numbers of FIRE, Kerple or T5's bias, the rows of a
@@ -241,7 +244,7 @@ def position_modules(model: Any) -> list[str]:
     return sorted({path.rpartition(".")[2] for path, _ in _learned(swapped_base(model))})
 
 
-def refuse_lost_positions(model: Any) -> None:
+def refuse_lost_positions(model: PreTrainedModel) -> None:
     """Refuse to save an adapter without the position parameters that were, or are being, trained.
 
     Raises:
@@ -260,7 +263,7 @@ def refuse_lost_positions(model: Any) -> None:
         )
 
 
-def refuse_changed_base(model: Any) -> None:
+def refuse_changed_base(model: PreTrainedModel) -> None:
     """Refuse to save an adapter whose base has, in memory, other weights than the checkpoint that it would be put on.
 
     Args:

@@ -29,7 +29,7 @@ def config_reader() -> Any:
         model_type = POSSWAP_MODEL_TYPE
 
         @classmethod
-        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: object) -> Any:
             return read_plugin_config(config_dict, **kwargs)
 
     return PosswapConfig

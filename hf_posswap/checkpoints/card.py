@@ -20,6 +20,8 @@ from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.untrusted import card_data, kept_header, read_bounded
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 _TAG = "hf_posswap"
@@ -260,7 +262,7 @@ def _limits(plan: SwapPlan | None, license: str | None) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _versions(config: Any) -> str:
+def _versions(config: PreTrainedConfig) -> str:
     import torch
     import transformers
 

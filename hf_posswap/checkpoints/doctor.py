@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from hf_posswap.utils.auto_classes import TRUST
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.threads import quiet_logger
 from hf_posswap.utils.weight_shapes import FLOATS, Shapes, folder_kinds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SHOWN = 4
 
@@ -274,7 +277,7 @@ def _about_positions(name: str) -> bool:
     return any(word in name for word in ("wpe.", "position", "relative_attention", "posswap.", "inv_freq"))
 
 
-def _with_other_prefix(shapes: Shapes, expected: Shapes, model: Any) -> Shapes:
+def _with_other_prefix(shapes: Shapes, expected: Shapes, model: PreTrainedModel) -> Shapes:
     """Return `shapes` under the names of the model: a base model's may lack its prefix, or have one too many."""
     prefix = f"{model.base_model_prefix}."
     longer = {f"{prefix}{name}": shape for name, shape in shapes.items()}

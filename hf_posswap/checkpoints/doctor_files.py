@@ -382,7 +382,7 @@ def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) ->
         yield from _differing(name, values.get(name, original), config)
 
 
-def _differing(name: str, expected: Any, config: dict[str, Any]) -> Iterator[Finding]:
+def _differing(name: str, expected: object, config: dict[str, Any]) -> Iterator[Finding]:
     """Yield the finding that the config value `name`, also under an older name, is not the `expected` one."""
     older = {"max_position_embeddings": "n_positions"}
     actual = config.get(name, config.get(older.get(name, name)))

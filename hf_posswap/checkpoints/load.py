@@ -59,7 +59,7 @@ from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import FLOATS, INDEX, WEIGHTS, folder_kinds, refuse_outside
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 MOST_ADAPTERS = 8
@@ -165,7 +165,7 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str]
         )
 
 
-def _refuse_integers(source: str | Path, model: Any, info: dict[str, Any], hub: dict[str, Any]) -> None:
+def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str, Any], hub: dict[str, Any]) -> None:
     """Refuse integers in the files where `model` has floating-point weights: transformers takes them for those.
 
     The config of a quantized checkpoint of transformers says how they are read.
@@ -199,7 +199,7 @@ def _refuse_integers(source: str | Path, model: Any, info: dict[str, Any], hub: 
         )
 
 
-def _keys_held(config: Any, prefix: str) -> set[str]:
+def _keys_held(config: PreTrainedConfig, prefix: str) -> set[str]:
     """Return the keys, less the base model's prefix, of the model that the checkpoint's config names."""
     config_class: Any = type(config)
     named = model_class_of(config)
@@ -279,7 +279,7 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
 
 
 def load_adapter(
-    model: Any, source: str | Path, *, trainable: bool = False, trust_unrecorded: bool = False, **hub: Any
+    model: PreTrainedModel, source: str | Path, *, trainable: bool = False, trust_unrecorded: bool = False, **hub: Any
 ) -> Any:
     """Return a PEFT model: `model` with the adapter at `source`, if it has the mechanism that it was trained on.
 
@@ -377,7 +377,7 @@ def _identity(source: str | Path) -> str:
     return str(path.resolve()) if path.is_dir() else str(source)
 
 
-def _with_adapter(model: Any, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
+def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
     peft = import_peft()
     try:
         weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
@@ -441,7 +441,7 @@ def _read_object(source: str | Path, name: str, hub: dict[str, Any], *, certain:
     return value
 
 
-def checked_plan(model: Any) -> SwapPlan:
+def checked_plan(model: PreTrainedModel) -> SwapPlan:
     """Return the plan of the swap that a stock `model`, read from a native checkpoint, records in its config.
 
     What the record says must be what config and weights say: the route, the type, the lengths, the frequencies that

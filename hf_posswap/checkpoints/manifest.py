@@ -47,7 +47,7 @@ def write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"version": _VERSION, "files": files}, indent=2) + "\n", encoding="utf-8")
 
 
-def write_listed_json(path: Path, value: Any) -> None:
+def write_listed_json(path: Path, value: object) -> None:
     """Write `value` to `path` in a saved checkpoint as JSON, and keep the manifest true to it.
 
     A file that was edited since it was saved, or was never listed, does not become one that a save wrote.

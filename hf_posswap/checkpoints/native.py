@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from hf_posswap.patching.record.training import training_of
 from hf_posswap.schemes import Alibi
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.threads import PROCESS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
 """The largest difference of two outputs, as a share of their largest distance from the mean."""
@@ -87,7 +90,7 @@ class Native(ResultView):
         return [(name, str(value)) for name, value in self._repr_facts().items()]
 
 
-def to_native(model: Any, target: str | None = None) -> Any:
+def to_native(model: PreTrainedModel, target: str | None = None) -> Any:
     """Return a model of a stock class of transformers that computes exactly what the swapped `model` does.
 
     It needs no hf_posswap and no custom code, wherever its class runs. Before it is returned, its outputs are compared
@@ -122,7 +125,7 @@ def check_target(target: str | None) -> None:
         raise UnknownNameError("target", target, CONVERSIONS)
 
 
-def convert(model: Any, target: str | None = None) -> Native:
+def convert(model: PreTrainedModel, target: str | None = None) -> Native:
     """Return what `to_native` returns, with the name of the conversion and its proof.
 
     Raises:
@@ -152,7 +155,7 @@ def convert(model: Any, target: str | None = None) -> Native:
     raise UnsupportedSwapError(_refusal(swapped, patch.plan, reasons))
 
 
-def _refusal(model: Any, plan: SwapPlan, reasons: list[tuple[str, str]]) -> str:
+def _refusal(model: PreTrainedModel, plan: SwapPlan, reasons: list[tuple[str, str]]) -> str:
     near = [(name, why) for name, why in reasons if not why.startswith("its sources are")] or reasons
     reasons_text = "; ".join(f"{name}: {why}" for name, why in near)
     alibi = f" {_NO_ALIBI}" if isinstance(plan.scheme, Alibi) and model.config.model_type in SOURCES else ""
@@ -182,7 +185,7 @@ def _built(model: Any, blueprint: Blueprint) -> Any:
     return native.to(model.device).train(model.training)
 
 
-def stock_config(model: Any) -> tuple[PositionConfig, str] | None:
+def stock_config(model: PreTrainedModel) -> tuple[PositionConfig, str] | None:
     """Return the positions of the first stock class that may compute the swapped `model`, and its name; None: none.
 
     It is not verified here: `posswap to-native` compares outputs before it writes.
@@ -195,7 +198,7 @@ def stock_config(model: Any) -> tuple[PositionConfig, str] | None:
     return position_config_of(config), name
 
 
-def _first_blueprint(model: Any, cannot: tuple[type[Exception], ...]) -> Blueprint | None:
+def _first_blueprint(model: PreTrainedModel, cannot: tuple[type[Exception], ...]) -> Blueprint | None:
     """Return the blueprint of the first conversion that does not refuse `model`, which may be on the meta device.
 
     `cannot`: the errors of a conversion that is not exact, or needs the values of weights.
@@ -270,7 +273,7 @@ def proof_lengths(original: int, limit: int | None) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bool, seed: int = 0) -> Proof:
+def prove_equal(model: PreTrainedModel, native: Any, lengths: tuple[int, ...], *, causal: bool, seed: int = 0) -> Proof:
     """Compare the outputs of two models; both are left unchanged.
 
     Other dtypes than float32 and float64 are compared in float32, on copies, so that rounding hides no difference.
@@ -314,7 +317,7 @@ def prove_equal(model: Any, native: Any, lengths: tuple[int, ...], *, causal: bo
     return proof
 
 
-def _wide(model: Any) -> Any:
+def _wide(model: PreTrainedModel) -> Any:
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.data = parameter.data.float()

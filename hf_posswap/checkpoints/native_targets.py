@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -40,6 +40,9 @@ from hf_posswap.rope_layout import permute_rows
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import NoPE, RotaryScheme, T5Bias
 from hf_posswap.schemes.layered import Layered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _JINA_LAYER: LayerNames = {
     "query": "self_attn.q_proj",
@@ -80,7 +83,7 @@ def rotary_scheme(plan: SwapPlan) -> RotaryScheme:
     return scheme
 
 
-def say_rope(model_class: Any, config: Any, plan: SwapPlan) -> Any:
+def say_rope(model_class: type[PreTrainedModel], config: PreTrainedConfig, plan: SwapPlan) -> Any:
     """Return `config` with the rope parameters that make a stock model compute the scheme of `plan`.
 
     Args:
@@ -117,7 +120,7 @@ def in_layout(layer: Layer, scheme: RotaryScheme, geometry: Geometry, layout: An
     return dataclasses.replace(layer, **turned)
 
 
-def same_class(model: Any, plan: SwapPlan) -> Blueprint:
+def same_class(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     """Return a stock model of the class of `model` that computes what `model` does.
 
     Of a native swap only hf_posswap's record is removed. A rotary model whose scheme acts inside attention becomes one
@@ -136,7 +139,7 @@ def same_class(model: Any, plan: SwapPlan) -> Blueprint:
     return Blueprint(native_class(type(model)), _same_class_config(model, plan), _in_native_layout(weights, plan))
 
 
-def _same_class_config(model: Any, plan: SwapPlan) -> Any:
+def _same_class_config(model: PreTrainedModel, plan: SwapPlan) -> Any:
     """Return the config of the native model with rope parameters that express the scheme of `plan`."""
     config = native_config(model.config)
     scheme: Any = plan.scheme
@@ -173,7 +176,7 @@ def _in_native_layout(weights: Weights, plan: SwapPlan) -> Weights:
     return turned
 
 
-def smollm3(model: Any, plan: SwapPlan) -> Blueprint:
+def smollm3(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     """Return the SmolLM3 that computes what `model` does: a Llama, Mistral or Qwen2 with layers without rotation.
 
     Raises:
@@ -242,7 +245,7 @@ def _with_biases(weights: Weights, plan: SwapPlan) -> Weights:
     return full
 
 
-def gpt_neox(model: Any, plan: SwapPlan) -> Blueprint:
+def gpt_neox(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     """Return the GPT-NeoX, without its parallel residual, that computes what `model` does: a rotary GPT-2 or OPT.
 
     Raises:
@@ -277,7 +280,7 @@ def gpt_neox(model: Any, plan: SwapPlan) -> Blueprint:
     return Blueprint(model_class, say_rope(model_class, config, plan), named(modules))
 
 
-def jina_embeddings_v3(model: Any, plan: SwapPlan) -> Blueprint:
+def jina_embeddings_v3(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     """Return the JinaEmbeddingsV3 that computes what `model` does: a rotary BERT or RoBERTa.
 
     Raises:
@@ -304,7 +307,7 @@ def jina_embeddings_v3(model: Any, plan: SwapPlan) -> Blueprint:
     return Blueprint(model_class, say_rope(model_class, config, plan), named(modules) | _lm_head(source))
 
 
-def roformer(model: Any, plan: SwapPlan) -> Blueprint:
+def roformer(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     """Return the RoFormer that computes what `model` does: a BERT or RoBERTa with RoPE of base 10000.
 
     Raises:

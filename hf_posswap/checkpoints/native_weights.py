@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hf_posswap.compat.transformers_models import opt_lacks_final_norm
 from hf_posswap.errors import UnsupportedSwapError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 Affine = dict[str, Tensor]
 """The `weight` and `bias` of a Linear or a LayerNorm; an Embedding has a weight alone."""
@@ -193,7 +197,7 @@ def _shape(config: Any, **more: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in shared} | {"dtype": config.dtype} | more
 
 
-def _decoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
+def _decoder_head(model: nn.Module, state: Weights, base: str) -> dict[str, Affine]:
     if not base:
         return {}
     if not type(model).__name__.endswith(("LMHeadModel", "ForCausalLM")):
@@ -236,7 +240,7 @@ def _gpt2(model: Any, state: Weights, base: str) -> TransformerWeights:
     )
 
 
-def _opt(model: Any, state: Weights, base: str) -> TransformerWeights:
+def _opt(model: PreTrainedModel, state: Weights, base: str) -> TransformerWeights:
     config = model.config
     if not config.do_layer_norm_before:
         refuse("it normalises after each sublayer and not its embeddings (OPT-350m): no stock rotary class does so")
@@ -262,7 +266,7 @@ def _opt(model: Any, state: Weights, base: str) -> TransformerWeights:
     return TransformerWeights(token_embedding, None, None, layers, norm, None, _decoder_head(model, state, base), shape)
 
 
-def _bert(model: Any, state: Weights, base: str) -> TransformerWeights:
+def _bert(model: PreTrainedModel, state: Weights, base: str) -> TransformerWeights:
     config = model.config
     layers = tuple(layer_from(state, f"{base}encoder.layer.{i}", BERT_LAYER) for i in range(config.num_hidden_layers))
     shape = _shape(
@@ -281,7 +285,7 @@ def _bert(model: Any, state: Weights, base: str) -> TransformerWeights:
     return TransformerWeights(embedding["word"], embedding["token_type"], norm, layers, None, pooler, head, shape)
 
 
-def _encoder_head(model: Any, state: Weights, base: str) -> dict[str, Affine]:
+def _encoder_head(model: PreTrainedModel, state: Weights, base: str) -> dict[str, Affine]:
     """Return the head as dense, norm and decoder: BERT and RoBERTa have the same one under two sets of names."""
     if not base:
         return {}

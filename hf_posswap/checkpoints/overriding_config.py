@@ -8,7 +8,7 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
@@ -17,6 +17,9 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.rope_config import BY_TYPE, config_at, rope_settings
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Apply = Callable[[Any, dict[str, Any]], Any]
 _OF_PROGRAMS: dict[str, set[str]] = {
@@ -126,7 +129,7 @@ class Pasted:
 
 
 def config_swap(
-    name: str, scheme: str, max_length: int | None, skeleton: Any, plan: SwapPlan, target: str
+    name: str, scheme: str, max_length: int | None, skeleton: PreTrainedModel, plan: SwapPlan, target: str
 ) -> ConfigSwap:
     """Return the swap as config values.
 
@@ -176,12 +179,12 @@ def _what_next(target: str) -> str:
     return "train it in a process that runs import hf_posswap (the page In your own loop), not by a setting."
 
 
-def by_transformers(config: Any, values: dict[str, Any]) -> Any:
+def by_transformers(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
     """Return `config` as `from_pretrained` loads it with `values` as arguments."""
     return type(config).from_dict(config.to_dict(), **copy.deepcopy(values))
 
 
-def by_vllm(config: Any, values: dict[str, Any]) -> Any:
+def by_vllm(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
     """Return `config` as vLLM has it after `--hf-overrides`: whole dicts, merged ones in a sub-config."""
     applied = copy.deepcopy(config)
     for name, value in values.items():
@@ -193,7 +196,7 @@ def by_vllm(config: Any, values: dict[str, Any]) -> Any:
     return applied
 
 
-def by_sglang(config: Any, values: dict[str, Any]) -> Any:
+def by_sglang(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
     """Return `config` as SGLang has it after `--json-model-override-args`: rope parameters are merged."""
     applied = copy.deepcopy(config)
     for name, value in copy.deepcopy(values).items():
@@ -207,7 +210,7 @@ def by_sglang(config: Any, values: dict[str, Any]) -> Any:
     return applied
 
 
-def by_axolotl(config: Any, values: dict[str, Any]) -> Any:
+def by_axolotl(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
     """Return `config` as axolotl has it after `overrides_of_model_config`."""
     applied = copy.deepcopy(config)
     for name, value in copy.deepcopy(values).items():
@@ -216,7 +219,7 @@ def by_axolotl(config: Any, values: dict[str, Any]) -> Any:
 
 
 def check_applied(
-    apply: Apply, config: Any, values: dict[str, Any], wanted: dict[str, dict[str, Any]], instead: str
+    apply: Apply, config: PreTrainedConfig, values: dict[str, Any], wanted: dict[str, dict[str, Any]], instead: str
 ) -> Any:
     """Return the config that a program has after its overrides, if its rope parameters are the wanted ones.
 
@@ -258,7 +261,7 @@ def _difference(wanted: Any, actual: Any) -> str | None:
     return None
 
 
-def vllm_length(config: Any) -> float:
+def vllm_length(config: PreTrainedConfig) -> float:
     """Return the most tokens that vLLM 0.33 takes for `--max-model-len`, by the config of the language model."""
     names = (
         "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
@@ -274,7 +277,7 @@ def vllm_length(config: Any) -> float:
     return (getattr(config, "model_max_length", None) or most) * factor
 
 
-def sglang_length(config: Any) -> float:
+def sglang_length(config: PreTrainedConfig) -> float:
     """Return the most tokens that SGLang 0.5.23 takes for `--context-length`, by the config of the language model."""
     names = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
     length = next((value for name in names if (value := getattr(config, name, None)) is not None), 2048)
@@ -283,7 +286,7 @@ def sglang_length(config: Any) -> float:
     return int(length * (1 if whole else rope.get("factor") or 1))
 
 
-def _merge(target: Any, updates: dict[str, Any]) -> None:
+def _merge(target: object, updates: dict[str, Any]) -> None:
     for name, value in updates.items():
         inner = target.get(name) if isinstance(target, dict) else getattr(target, name, None)
         if isinstance(value, dict) and (isinstance(inner, dict) or hasattr(inner, "__dict__")):

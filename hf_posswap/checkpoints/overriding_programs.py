@@ -268,7 +268,7 @@ def verl(swap: ConfigSwap) -> Pasted:
     return Pasted(text, loaded.values, served.verdict, f"in the rollout: {served.why}", notes=notes)
 
 
-def _python(value: Any) -> str:
+def _python(value: object) -> str:
     """Return `value` as Python, with double quotes: inside a shell's single ones they stay readable."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_python(name)}: {_python(inner)}" for name, inner in value.items()) + "}"

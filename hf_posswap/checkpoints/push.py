@@ -24,7 +24,7 @@ from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LEFT_OUT = (
     ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
@@ -227,7 +227,7 @@ def _card_facts(source: Any, repo_id: str, given: _Given, trust_remote_code: boo
     return facts, tuple(note for name, note in artifacts.sources.items() if is_looked_for[name])
 
 
-def _check_folder(folder: Path, tokenizer: Any) -> None:
+def _check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a folder that is no checkpoint.
 
     Raises:

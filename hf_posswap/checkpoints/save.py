@@ -28,7 +28,7 @@ from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TRIES = 100  # another writer may replace the folder while it is read
 
@@ -98,7 +98,7 @@ def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
             refuse_to_replace(path, overwrite)
 
 
-def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
+def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
     with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
         try:
@@ -115,7 +115,7 @@ def write_files(model: Any, folder: Path, tokenizer: Any) -> None:
             tokenizer.save_pretrained(folder)
 
 
-def _explain_unsavable(model: Any, error: RuntimeError) -> None:
+def _explain_unsavable(model: PreTrainedModel, error: RuntimeError) -> None:
     """Raise a CheckpointError if `error` is of weights without memory of their own, such as torchao's."""
     weights = {name: weight for name, weight in model.named_parameters() if hasattr(weight, "__tensor_flatten__")}
     if weights and "storage" in str(error):
@@ -128,7 +128,7 @@ def _explain_unsavable(model: Any, error: RuntimeError) -> None:
 
 
 @contextmanager
-def _of_new_length(holder: Any, name: str, model: Any) -> Iterator[None]:
+def _of_new_length(holder: Any, name: str, model: PreTrainedModel) -> Iterator[None]:
     """Inside the block, make the length `name` of `holder` that of the swapped `model`, where it was its old one."""
     patch, before = getattr(unwrap(model), "_posswap", None), getattr(holder, name, None)
     if patch is None or patch.plan.max_length is None or before != patch.plan.sites.geometry.original_length:
@@ -215,7 +215,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _refuse_offloaded(model: Any) -> None:
+def _refuse_offloaded(model: PreTrainedModel) -> None:
     """Refuse a model whose weights transformers could not find: it looks for them where a device map says."""
     if getattr(model, "hf_device_map", None) is None and any(
         any(offloading_hooks(module)) for module in model.modules()

@@ -24,7 +24,7 @@ def hook_of(module: nn.Module) -> Any:
     return vars(module).get("_hf_hook")
 
 
-def set_hook(module: Any, hook: Any) -> None:
+def set_hook(module: nn.Module, hook: Any) -> None:
     """Replace accelerate's hook on `module`; the module's forward calls the new one.
 
     Touches `module._hf_hook`. Without it a table that was brought into memory would be taken away by the next forward.
@@ -57,7 +57,7 @@ def without_offload(hook: Any) -> Any:
     return resting
 
 
-def rebind_wrapped_forward(module: Any) -> None:
+def rebind_wrapped_forward(module: nn.Module) -> None:
     """Have the hook of a `module` whose class was exchanged run the forward of the new class.
 
     Touches `module._old_forward`, the bound method that the hook wraps. Without it a module with a hook computes what
@@ -67,7 +67,7 @@ def rebind_wrapped_forward(module: Any) -> None:
         module._old_forward = type(module).forward.__get__(module)
 
 
-def take_out_of_autocast(module: Any) -> None:
+def take_out_of_autocast(module: nn.Module) -> None:
     """Give `module` the forward that it had before `Accelerator.prepare` put one with autocast in its place, if it did.
 
     Touches `_original_forward` of a prepared model (accelerate 1.12 to 1.15). Without it a model that a Trainer trains

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NAME = "masked_key_indices"
 
 
-def has_masked_keys(module: Any, queries: int, keys: int) -> bool:
+def has_masked_keys(module: nn.Module, queries: int, keys: int) -> bool:
     """Return whether kvpress hides keys from single heads of the attention `module` in this call.
 
     Touches `masked_key_indices`, where kvpress's AdaKVPress and presses like it (0.5) note which keys are hidden, and

@@ -33,7 +33,7 @@ def is_saved_with_adapter(module: nn.Module) -> bool:
     return hasattr(module, "modules_to_save")
 
 
-def original_of(module: Any) -> Any:
+def original_of(module: nn.Module) -> Any:
     """Return the module of the model that PEFT has wrapped in `module`; `module` where it has not.
 
     Touches `original_module` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it a mechanism that is trained in
@@ -42,7 +42,7 @@ def original_of(module: Any) -> Any:
     return getattr(module, "original_module", module)
 
 
-def base_layer_of(module: Any) -> Any:
+def base_layer_of(module: nn.Module) -> Any:
     """Return the module of the model that PEFT adds to in `module`, a tuner layer; `module` where it is none.
 
     Touches `base_layer` of tuner layers (peft 0.18 to 0.21). Without it the weights below an adapter are not found.
@@ -50,7 +50,7 @@ def base_layer_of(module: Any) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def trained_copies_of(module: Any) -> list[Any]:
+def trained_copies_of(module: nn.Module) -> list[Any]:
     """Return the copies that PEFT trains in full instead of `module`; [] where there is none.
 
     Touches `modules_to_save` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it what is set on a module does
@@ -132,11 +132,11 @@ def change_saved_weights(
     take = module.set_peft_model_state_dict
 
     @functools.wraps(write)
-    def _get(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return saved(model, write(model, *args, **kwargs))
 
     @functools.wraps(take)
-    def _set(model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def _set(model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         return take(model, loaded(model, peft_model_state_dict), *args, **kwargs)
 
     module.get_peft_model_state_dict = _get

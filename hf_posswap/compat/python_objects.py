@@ -84,7 +84,7 @@ def rebound(function: Any, copies: Mapping[int, Any], _above: tuple[int, ...] = 
         return function
     above = (*_above, id(function))
 
-    def _exchanged(value: Any) -> Any:
+    def _exchanged(value: object) -> Any:
         if id(value) in copies and not isinstance(value, FunctionType | MethodType):
             return copies[id(value)]
         return rebound(value, copies, above) if callable(value) and not isinstance(value, type) else value

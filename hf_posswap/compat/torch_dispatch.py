@@ -201,7 +201,7 @@ def gpu_autocast() -> Iterator[None]:
 def _widening(operator: Any, thread: int) -> Callable[..., Any]:
     beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-    def _widened(*args: Any, **kwargs: Any) -> Any:
+    def _widened(*args: object, **kwargs: object) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(beneath):
             here = threading.get_ident() == thread
             if here and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):

@@ -67,7 +67,7 @@ def parameters_as_given() -> Iterator[None]:
         replaced = nn.Module.register_parameter
         if replaced is not _register_parameter and replaced is not _register_in_thread:
             _replacing[:] = [replaced]
-            nn.Module.register_parameter = _register_in_thread  # type: ignore[method-assign]
+            nn.Module.register_parameter = _register_in_thread  # type: ignore[assignment, method-assign]
         _keeping_threads += 1
     _keeping.depth = getattr(_keeping, "depth", 0) + 1
     try:
@@ -186,7 +186,7 @@ _INSIDE = {
 }
 
 
-def compiled_original(model: Any) -> Any:
+def compiled_original(model: nn.Module) -> Any:
     """Return the model that `torch.compile` wrapped in `model`, or None.
 
     Touches `OptimizedModule._orig_mod` (torch 2.6 to 2.13). Without it a compiled model is taken for a plain one.
@@ -194,7 +194,7 @@ def compiled_original(model: Any) -> Any:
     return _modules_of(model).get("_orig_mod")
 
 
-def kind_of_wrapper(module: Any) -> str | None:
+def kind_of_wrapper(module: nn.Module) -> str | None:
     """Return what kind of wrapper `module` is, whose paths are other than those of the module in it; None: none.
 
     Touches `_orig_mod`, FSDP's `_fsdp_wrapped_module` and the `_checkpoint_wrapped_module` of
@@ -217,5 +217,5 @@ def name_without_wrappers(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def _modules_of(module: Any) -> dict[str, Any]:
+def _modules_of(module: nn.Module) -> dict[str, Any]:
     return vars(module).get("_modules", {}) if isinstance(module, nn.Module) else {}

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IMPLEMENTATION = "_attn_implementation"
 """The attribute of a config by which its attention modules find their implementation."""
@@ -131,7 +134,7 @@ def can_choose_attention(model: Any) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
-def supports_sdpa(model: Any) -> bool:
+def supports_sdpa(model: PreTrainedModel) -> bool:
     """Return whether the class of `model` says that it attends by sdpa.
 
     Touches `PreTrainedModel._supports_sdpa`. Without it `set_attn_implementation("sdpa")` may raise.
@@ -139,7 +142,7 @@ def supports_sdpa(model: Any) -> bool:
     return bool(model._supports_sdpa)
 
 
-def let_choose_attention(model: Any, *, sdpa: bool) -> None:
+def let_choose_attention(model: PreTrainedModel, *, sdpa: bool) -> None:
     """Have `model` take "eager", and "sdpa" where `sdpa` says so, and refuse all else, whatever its class says.
 
     Touches `_can_set_attn_implementation` and `_supports_sdpa`, `_supports_flash_attn`, `_supports_flex_attn` of
@@ -150,7 +153,7 @@ def let_choose_attention(model: Any, *, sdpa: bool) -> None:
         setattr(model, name, value)
 
 
-def let_class_choose_attention(model: Any) -> None:
+def let_class_choose_attention(model: PreTrainedModel) -> None:
     """Take back what `let_choose_attention` did: the class says again what can be chosen.
 
     Touches the same. Without it an unpatched model would accept implementations that it does not have.

@@ -44,7 +44,7 @@ def names_arguments(cls: type) -> bool:
     return any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: object) -> bool:
     """Return whether `value` is a key-value cache of transformers, paged or not.
 
     Touches `cache_utils.Cache` and `generation.continuous_batching.cache.PagedAttentionCache`, which is no Cache.
@@ -53,7 +53,7 @@ def is_cache(value: Any) -> bool:
     return isinstance(value, cache_classes())
 
 
-def is_paged_cache(value: Any) -> bool:
+def is_paged_cache(value: object) -> bool:
     """Return whether `value` is the cache of continuous batching, which holds many requests side by side.
 
     Touches `generation.continuous_batching.cache.PagedAttentionCache`. Without it continuous batching is not told from
@@ -112,7 +112,7 @@ def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | st
     return None
 
 
-def _refuse_unknown_cache(value: Any) -> None:
+def _refuse_unknown_cache(value: object) -> None:
     if value is None or isinstance(value, Tensor | bool | int | float | str | tuple | list | dict | nn.Module):
         return
     if hasattr(value, "update") and (hasattr(value, "get_seq_length") or hasattr(value, "get_query_offset")):

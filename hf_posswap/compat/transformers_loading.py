@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 def auto_mapping(auto: Any) -> Any:
@@ -204,7 +205,7 @@ class LoadingHooks:
         return metadata
 
     @classmethod
-    def posswap_conversions(cls, model: Any) -> list[Any]:
+    def posswap_conversions(cls, model: PreTrainedModel) -> list[Any]:
         """Return further weight conversions for loading `model`; saving does not undo them.
 
         Touches `PreTrainedModel._load_pretrained_model`, `weight_mapping` of its `LoadStateDictConfig`, and
@@ -213,7 +214,7 @@ class LoadingHooks:
         return []
 
     @classmethod
-    def posswap_loaded(cls, model: Any) -> None:
+    def posswap_loaded(cls, model: PreTrainedModel) -> None:
         """Settle what loading `model` left otherwise than it was: it makes every floating weight trainable.
 
         Touches `PreTrainedModel._load_pretrained_model`. Without it a formula's table could be trained after loading.
@@ -223,12 +224,12 @@ class LoadingHooks:
         if not self.posswap_fill(module):
             super()._init_weights(module)  # type: ignore[misc]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: object) -> None:
         metadata = self.posswap_read(state_dict, prefix, metadata)
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)  # type: ignore[misc]
 
     @classmethod
-    def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
+    def _load_pretrained_model(cls, *args: object, **kwargs: object) -> Any:
         load: Any = super()._load_pretrained_model  # type: ignore[misc]
         given = inspect.signature(load).bind(*args, **kwargs)
         model, load_config = given.arguments["model"], given.arguments["load_config"]
@@ -241,7 +242,7 @@ class LoadingHooks:
         return loaded
 
 
-def ignored_on_load(model: Any) -> list[str]:
+def ignored_on_load(model: PreTrainedModel) -> list[str]:
     """Return the patterns of weights that `model` silently ignores in a checkpoint.
 
     Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`. Without it vLLM ignores weights whose names only
@@ -250,7 +251,7 @@ def ignored_on_load(model: Any) -> list[str]:
     return sorted(model._keys_to_ignore_on_load_unexpected or ())
 
 
-def ignore_on_load(model: Any, patterns: list[str]) -> None:
+def ignore_on_load(model: PreTrainedModel, patterns: list[str]) -> None:
     """Make `model`, and no other of its class, ignore weights by `patterns` instead of its own.
 
     Touches `PreTrainedModel._keys_to_ignore_on_load_unexpected`, as `ignored_on_load` does.

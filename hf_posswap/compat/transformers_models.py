@@ -10,10 +10,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _OF_FILES = ("_name_or_path", "_commit_hash", "transformers_version")
 _OF_RUNNING = ("attn_implementation", "_attn_implementation")
@@ -67,7 +70,7 @@ def is_initialised(tensor: Any) -> bool:
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
 
-def fill_weights(cls: Any, model: Any, module: Any) -> None:
+def fill_weights(cls: Any, model: nn.Module, module: Any) -> None:
     """Fill the weights of `module`, a part of `model`, as the class `cls` of `model` fills them.
 
     Touches `PreTrainedModel._init_weights`. Without it a new table would not begin as the family's tables do.
@@ -109,7 +112,7 @@ def set_unsaved_keys(model: Any, keys: Iterable[str] | None) -> Iterable[str] | 
     return before
 
 
-def tensor_parallel_size(model: Any) -> int:
+def tensor_parallel_size(model: nn.Module) -> int:
     """Return over how many processes transformers has spread the weights of `model` by tensor parallelism.
 
     Touches `PreTrainedModel._tp_size`. Without it a swap would be made of shards.
@@ -117,7 +120,7 @@ def tensor_parallel_size(model: Any) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def give_config_class(config: Any, cls: type) -> None:
+def give_config_class(config: PreTrainedConfig, cls: type) -> None:
     """Make `config` an instance of `cls`, a subclass or base class of its class, with all its values.
 
     Touches `config.__class__`, which Python lets one set where both classes lay their objects out alike (configs are
@@ -154,7 +157,7 @@ def config_validators(cls: type) -> tuple[Any, ...]:
     return tuple(getattr(cls, "__class_validators__", ()))
 
 
-def lasting_values(config: Any) -> dict[str, Any]:
+def lasting_values(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what `config` says of the model itself, and not of where it was loaded from, what wrote it or runs it.
 
     Touches the same keys as `without_origin`, and those of the attention implementation.
@@ -182,7 +185,7 @@ def masks_the_future(code: ModuleType) -> bool:
     return hasattr(code, "create_causal_mask")
 
 
-def opt_lacks_final_norm(config: Any) -> bool:
+def opt_lacks_final_norm(config: PreTrainedConfig) -> bool:
     """Return whether an OPT of `config` has no norm behind its last layer, as some early checkpoints.
 
     Touches `OPTConfig._remove_final_layer_norm`. Without it such a checkpoint would be converted with a norm.
@@ -190,7 +193,7 @@ def opt_lacks_final_norm(config: Any) -> bool:
     return bool(config._remove_final_layer_norm)
 
 
-def is_deepspeed_engine(model: Any) -> bool:
+def is_deepspeed_engine(model: PreTrainedModel) -> bool:
     """Return whether `model` is DeepSpeed's engine around another, without importing DeepSpeed.
 
     Touches no private name; the class is public as `deepspeed.DeepSpeedEngine` (0.16 to 0.19).

@@ -52,7 +52,7 @@ class SavingTrainer(Trainer):
         inherited = super()._save_checkpoint
         self.write_checkpoint(lambda: inherited(model, trial))
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
         """Leave torch.compile to the engine, which compiles each layer by itself; accelerate would all as one.
 
         Touches `Trainer._build_accelerator_args`. Without it the loss cannot run body and head of the model apart.

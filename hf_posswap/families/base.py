@@ -35,7 +35,7 @@ class RelativePart:
     switches: tuple[str, ...]
     weights: tuple[str, ...]
 
-    def is_in(self, config: Any) -> bool:
+    def is_in(self, config: PreTrainedConfig) -> bool:
         """Return whether a model of `config` has them."""
         return bool(getattr(config, self.config_name, False))
 
@@ -80,11 +80,11 @@ class AttentionTraits:
     position_source: Literal["arange", "relative"] | None = None
     eager_masks: bool = False
 
-    def inside(self, config: Any) -> NativeScheme | None:
+    def inside(self, config: PreTrainedConfig) -> NativeScheme | None:
         """Return the position mechanism that is native inside attention, or None."""
         return None if self.positions is None else self.positions(config)
 
-    def made_for(self, config: Any) -> int:
+    def made_for(self, config: PreTrainedConfig) -> int:
         """Return the original length, in tokens, of a model of `config`."""
         length = None if self.length_name is None else getattr(config, self.length_name, None)
         return self.length if length is None else length

@@ -5,7 +5,7 @@ The attention of most lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +21,9 @@ from hf_posswap.families.base import (
 )
 from hf_posswap.families.interfaces.base import fitting
 from hf_posswap.families.rotary import rotary_modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 register(
     Family(
@@ -99,17 +102,17 @@ def _bloom(module: nn.Module) -> type | str:
     return fitting(module, BloomInterface)
 
 
-def _interleaved(config: Any) -> NativeScheme:
+def _interleaved(config: PreTrainedConfig) -> NativeScheme:
     """Return the rotation of GPT-J and CodeGen: its base is fixed."""
     width = config.hidden_size // config.num_attention_heads
     return {"name": "rope", "base": 10000.0, "partial": (config.rotary_dim or width) / width, "layout": "interleaved"}
 
 
-def _alibi(config: Any) -> NativeScheme:
+def _alibi(config: PreTrainedConfig) -> NativeScheme:
     return {"name": "alibi"}
 
 
-def _scaled_alibi(config: Any) -> NativeScheme | None:
+def _scaled_alibi(config: PreTrainedConfig) -> NativeScheme | None:
     """Return Falcon's ALiBi if it has one: its bias is scaled with the scores."""
     width = config.hidden_size // config.num_attention_heads
     return {"name": "alibi", "interpolation": width**0.5} if config.alibi else None
@@ -119,7 +122,7 @@ _ROTARY_INSIDE = AttentionTraits(_rotary_inside, positions=_interleaved, scheme=
 """Of GPT-J and CodeGen: before 5.24 each attention module has its angles, since then the base model."""
 
 
-def _counted_by_falcon(config: Any) -> PositionSource:
+def _counted_by_falcon(config: PreTrainedConfig) -> PositionSource:
     return "mask" if config.alibi else "arange"
 
 

@@ -6,7 +6,7 @@ Cross-attention uses no positions and stays unchanged.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from hf_posswap.compat.transformers_attention import attends_by_interface
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, StackSpec, TableSpec, register
 from hf_posswap.families.encoders import sees_blocks
 from hf_posswap.families.interfaces.base import fitting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def _mvp(module: nn.Module) -> type | str:
@@ -34,7 +37,7 @@ def _bigbird_pegasus(module: nn.Module) -> type | str:
     return fitting(module, BigBirdPegasusInterface)
 
 
-def _prompts(config: Any) -> str | None:
+def _prompts(config: PreTrainedConfig) -> str | None:
     """Return why no scheme fits inside attention with prompts, if the config enables them."""
     if not config.use_prompt:
         return None
@@ -158,7 +161,7 @@ register(
 )
 
 
-def _buckets(config: Any) -> NativeScheme:
+def _buckets(config: PreTrainedConfig) -> NativeScheme:
     return {
         "name": "t5",
         "num_buckets": config.relative_attention_num_buckets,

@@ -5,7 +5,7 @@ The attention of many lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -142,7 +142,7 @@ register(
 )
 
 
-def is_decoder(config: Any) -> bool:
+def is_decoder(config: PreTrainedConfig) -> bool:
     """Return whether `config` makes the encoder a decoder."""
     return bool(getattr(config, "is_decoder", False))
 
@@ -163,13 +163,13 @@ def _roformer(module: nn.Module) -> type | str:
     return fitting(module, RoFormerInterface)
 
 
-def _attending_heads(config: Any) -> tuple[int, int]:
+def _attending_heads(config: PreTrainedConfig) -> tuple[int, int]:
     """Return how many heads of ConvBERT attend, and their width; the others convolve."""
     heads = max(1, config.num_attention_heads // config.head_ratio)
     return heads, config.hidden_size // heads // 2
 
 
-def sees_blocks(config: Any) -> str | None:
+def sees_blocks(config: PreTrainedConfig) -> str | None:
     """Return why no scheme fits inside block-sparse attention, if the config selects it."""
     if config.attention_type == "original_full":
         return None
@@ -245,12 +245,12 @@ register(
 )
 
 
-def _thirty_two_buckets(config: Any) -> NativeScheme:
+def _thirty_two_buckets(config: PreTrainedConfig) -> NativeScheme:
     """Return MPNet's bias: whatever its config says, its code has 32 buckets."""
     return {"name": "t5", "num_buckets": 32, "max_distance": 128}
 
 
-def _interleaved(config: Any) -> NativeScheme:
+def _interleaved(config: PreTrainedConfig) -> NativeScheme:
     return {"name": "rope", "base": 10000.0, "partial": 1.0, "layout": "interleaved"}
 
 
@@ -306,7 +306,7 @@ register(
 )
 
 
-def _talks(config: Any) -> str | None:
+def _talks(config: PreTrainedConfig) -> str | None:
     """Return why no scheme fits inside attention whose heads mix their scores, if the config says so."""
     if not getattr(config, "talking_head", False):
         return None
@@ -316,7 +316,7 @@ def _talks(config: Any) -> str | None:
     )
 
 
-def _has_no_table(config: Any) -> bool:
+def _has_no_table(config: PreTrainedConfig) -> bool:
     return not getattr(config, "position_biased_input", True)
 
 
@@ -356,7 +356,7 @@ register(
 # put inside attention, so swaps that need it are refused.
 
 
-def _xlm_causal(config: Any) -> bool:
+def _xlm_causal(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "causal", False))
 
 

@@ -188,7 +188,9 @@ def _stack(model: PreTrainedModel, root: nn.Module, base: str, family: Family, s
     )
 
 
-def _nope_layers(model: Any, root: nn.Module, config: Any, family: Family, attention: list[str]) -> tuple[int, ...]:
+def _nope_layers(
+    model: PreTrainedModel, root: nn.Module, config: PreTrainedConfig, family: Family, attention: list[str]
+) -> tuple[int, ...]:
     """Return which of the `attention` modules, counted from 0, do not rotate."""
     rotates = family.rotates.get(config.model_type)
     if rotates is None:
@@ -199,7 +201,7 @@ def _nope_layers(model: Any, root: nn.Module, config: Any, family: Family, atten
     return nope
 
 
-def _image_stack(model: PreTrainedModel, root: Any, base: str, spec: StackSpec, attention: list[str]) -> Stack:
+def _image_stack(model: PreTrainedModel, root: nn.Module, base: str, spec: StackSpec, attention: list[str]) -> Stack:
     assert spec.image is not None
     subconfig = config_path(model.config, root.config)
     if subconfig is None:

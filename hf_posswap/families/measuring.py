@@ -25,12 +25,12 @@ from hf_posswap.geometry import Geometry, Layout
 from hf_posswap.rope_math import default_inv_freq
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def geometry_of(
     model: PreTrainedModel,
-    config: Any,
+    config: PreTrainedConfig,
     root: nn.Module,
     spec: StackSpec,
     attention: list[str],
@@ -91,7 +91,9 @@ def geometry_of(
     )
 
 
-def causal_of(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, attention: list[str]) -> bool:
+def causal_of(
+    model: PreTrainedModel, config: PreTrainedConfig, root: nn.Module, spec: StackSpec, attention: list[str]
+) -> bool:
     """Return whether a query sees only its past."""
     if spec.causal is not None:
         return spec.causal
@@ -103,7 +105,9 @@ def causal_of(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackS
     return causal.pop()
 
 
-def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpec, offset: int) -> tuple[int, int]:
+def _extent(
+    model: PreTrainedModel, config: PreTrainedConfig, root: nn.Module, spec: StackSpec, offset: int
+) -> tuple[int, int]:
     """Return the original length of a stack, and the width of its table rows."""
     if spec.table is not None:
         rows, width = table_at(root, spec.table.path).shape  # type: ignore[union-attr]
@@ -114,14 +118,14 @@ def _extent(model: PreTrainedModel, config: Any, root: nn.Module, spec: StackSpe
     return length, config.hidden_size
 
 
-def _rotation(rotary: nn.Module, config: Any, rope_set: str) -> dict[str, Any]:
+def _rotation(rotary: nn.Module, config: PreTrainedConfig, rope_set: str) -> dict[str, Any]:
     """Return the geometry fields of one set of frequencies of the native module `rotary`."""
     frequencies, factor = _own_angles(rotary, config, rope_set)
     width = 2 * getattr(rotary, buffer_name(rope_set)).shape[-1]
     return {"rotary_dim": width, "frequencies": frequencies, "attention_factor": factor}
 
 
-def _common(model: PreTrainedModel, config: Any, turning: tuple[str, ...]) -> dict[str, Any]:
+def _common(model: PreTrainedModel, config: PreTrainedConfig, turning: tuple[str, ...]) -> dict[str, Any]:
     """Return the rope parameters of the layers that a rotary scheme replaces, which must be the same in all of them."""
     parameters = [parameters_of(config, name) for name in turning]
     if any(other != parameters[0] for other in parameters[1:]):
@@ -132,7 +136,7 @@ def _common(model: PreTrainedModel, config: Any, turning: tuple[str, ...]) -> di
     return parameters[0]
 
 
-def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str) -> int | None:
+def _head_dim(config: PreTrainedConfig, root: nn.Module, attention: list[str], rope_set: str) -> int | None:
     """Return the width of a head in the layers of one type, if their attention modules have it."""
     types = getattr(config, "layer_types", None) or []
     layers = [root.get_submodule(path) for path in attention]
@@ -140,7 +144,7 @@ def _head_dim(config: Any, root: nn.Module, attention: list[str], rope_set: str)
     return widths.pop() if len(widths) == 1 else None
 
 
-def _sliding_window(config: Any, still: tuple[int, ...]) -> int | None:
+def _sliding_window(config: PreTrainedConfig, still: tuple[int, ...]) -> int | None:
     """Return the most keys that a query sees, if all layers except the `still` ones have that limit."""
     types = {layer_type for i, layer_type in enumerate(getattr(config, "layer_types", None) or []) if i not in still}
     if types == {"chunked_attention"}:
@@ -150,7 +154,7 @@ def _sliding_window(config: Any, still: tuple[int, ...]) -> int | None:
     return None if some_see_all or getattr(config, "use_sliding_window", True) is False else window
 
 
-def _own_angles(rotary: Any, config: Any, rope_set: str) -> tuple[tuple[float, ...] | None, float]:
+def _own_angles(rotary: nn.Module, config: PreTrainedConfig, rope_set: str) -> tuple[tuple[float, ...] | None, float]:
     """Return theta_i of a set of the module `rotary`, and its factor on cos and sin; None where they follow the length.
 
     They are computed from the config, because a module on meta has none, and a module that was ever cast has lost
@@ -194,7 +198,7 @@ def rotary_layout(attention: nn.Module) -> Layout | None:
 
 
 def image_geometry(
-    model: nn.Module, config: Any, root: nn.Module, spec: ImageSpec, attention: list[str], causal: bool
+    model: nn.Module, config: PreTrainedConfig, root: nn.Module, spec: ImageSpec, attention: list[str], causal: bool
 ) -> Geometry:
     """Return the geometry of a vision stack.
 

@@ -162,7 +162,7 @@ class RopeSettings:
         return ((torch.arange(dim // 2, dtype=torch.float64) - first) / span).clamp(0, 1)
 
 
-def rope_settings(config: Any) -> tuple[RopeSettings, ...]:
+def rope_settings(config: PreTrainedConfig) -> tuple[RopeSettings, ...]:
     """Return what `config` itself says of its rotation: one set, one for each type of layers, or none.
 
     Args:
@@ -220,13 +220,13 @@ def _is_windowed(rope_set: str) -> bool:
     return "sliding" in rope_set or rope_set == "main"  # DeepSeek-V4's name for the rotation of its sliding layers
 
 
-def parameters_of(config: Any, rope_set: str) -> dict[str, Any]:
+def parameters_of(config: PreTrainedConfig, rope_set: str) -> dict[str, Any]:
     """Return the rope parameters of one set; empty where the config has none."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return (parameters.get(rope_set) if rope_set else parameters) or {}
 
 
-def layer_config(config: Any, rope_set: str) -> Any:
+def layer_config(config: PreTrainedConfig, rope_set: str) -> Any:
     """Return the config of the layers of one type: some values may differ between layers."""
     types = getattr(config, "layer_types", None) or []
     views = getattr(config, "per_layer_config", None)  # None where all layers have the same values
@@ -261,7 +261,7 @@ def config_parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return configs
 
 
-def config_path(config: PreTrainedConfig, target: Any) -> str | None:
+def config_path(config: PreTrainedConfig, target: object) -> str | None:
     """Return the path in `config` of the object `target`, or of an equal one; None: there is none."""
     configs = config_parts(config)
     same = [path for path, sub in configs.items() if sub is target]

@@ -34,15 +34,15 @@ ATTENTION_PROVED = frozenset(
 slow test runs every class of them."""
 
 
-def _has_rope(module: Any) -> bool:
+def _has_rope(module: nn.Module) -> bool:
     return bool(module.use_rope)
 
 
-def _is_windowed(module: Any) -> bool:
+def _is_windowed(module: nn.Module) -> bool:
     return module.sliding_window is not None
 
 
-def _is_windowed_or_forced(module: Any) -> bool:
+def _is_windowed_or_forced(module: nn.Module) -> bool:
     return module.sliding_window is not None or module.force_rope
 
 
@@ -50,7 +50,7 @@ def _is_windowed_where_some_are(module: Any) -> bool:
     return module.sliding_window is None or module.is_sliding
 
 
-def _is_local(module: Any) -> bool:
+def _is_local(module: nn.Module) -> bool:
     return bool(module.is_local_attention)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.rope_layout import permute_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = {
     "bert": "bert",
@@ -100,7 +103,7 @@ def _scaling(position_config: PositionConfig) -> dict[str, Any]:
     return keys
 
 
-def divisors(config: Any, position_config: PositionConfig, rotary_dim: int) -> dict[str, list[float]]:
+def divisors(config: PreTrainedConfig, position_config: PositionConfig, rotary_dim: int) -> dict[str, list[float]]:
     """Return the tensors of divisors [R/2] that tell llama.cpp the rotation, by name; {} without any.
 
     Pair i turns by theta^(-2i/R) / divisor_i each token.
@@ -124,7 +127,7 @@ def divisors(config: Any, position_config: PositionConfig, rotary_dim: int) -> d
     return {name: [float(value) for value in values] for name, values in pair.items() if values}
 
 
-def _fixed(config: Any, position_config: PositionConfig, rotary_dim: int) -> list[float]:
+def _fixed(config: PreTrainedConfig, position_config: PositionConfig, rotary_dim: int) -> list[float]:
     """Return the divisors for all lengths; [] where the metadata alone say the rotation."""
     if position_config.rope_type == "longrope":
         return [float(value) for value in position_config.rope["short_factor"]]
@@ -155,7 +158,7 @@ class Contents:
     loose: bool = False
 
 
-def contents_of(model: Any, position_config: PositionConfig) -> Contents:
+def contents_of(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return what a GGUF file of `model`, a stock causal language model, holds.
 
     Raises:
@@ -170,12 +173,12 @@ def contents_of(model: Any, position_config: PositionConfig) -> Contents:
     return maker(model, position_config)
 
 
-def head_dim(config: Any) -> int:
+def head_dim(config: PreTrainedConfig) -> int:
     """Return D, the dimensions of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rotated(config: Any, position_config: PositionConfig) -> int:
+def rotated(config: PreTrainedConfig, position_config: PositionConfig) -> int:
     """Return R, the dimensions of a head that llama.cpp rotates."""
     width = head_dim(config)
     if position_config.model_type not in ("gpt_neox", "phi3") or position_config.rope_type == "proportional":
@@ -188,7 +191,7 @@ def stays_whole(name: str) -> bool:
     return name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight"))
 
 
-def _llama(model: Any, position_config: PositionConfig) -> Contents:
+def _llama(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a Llama: RMS norms, gated SiLU, pairs of neighbours rotated."""
     config, weights = model.config, model.state_dict()
     _only("hidden_act", config.hidden_act, ("silu",))
@@ -201,14 +204,14 @@ def _llama(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("llama", _gated_keys(config), _untied(model, weights))
 
 
-def _smollm3(model: Any, position_config: PositionConfig) -> Contents:
+def _smollm3(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a SmolLM3: a Llama in which every fourth layer does not rotate, without biases."""
     _without_biases(model)
     llama = _llama(model, position_config)
     return Contents("smollm3", llama.keys, llama.weights)
 
 
-def _qwen3(model: Any, position_config: PositionConfig) -> Contents:
+def _qwen3(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a Qwen3: queries and keys with norms of their own, without biases."""
     config = model.config
     _only("hidden_act", config.hidden_act, ("silu",))
@@ -217,7 +220,7 @@ def _qwen3(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("qwen3", _gated_keys(config), _untied(model, model.state_dict()))
 
 
-def _gemma3(model: Any, position_config: PositionConfig) -> Contents:
+def _gemma3(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return the language model of a Gemma 3: it adds 1 to the weights of its norms, and GGUF has the sum."""
     config, layers = model.config, model.config.num_hidden_layers
     _only("hidden_activation", config.hidden_activation, ("gelu_pytorch_tanh",))
@@ -246,7 +249,7 @@ _LARGEST_GEMMA3 = 62
 """Layers of the Gemma 3 whose scores llama.cpp divides by another number."""
 
 
-def _phi3(model: Any, position_config: PositionConfig) -> Contents:
+def _phi3(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a Phi-3: query, key and value lie together, and so do gate and up, as in llama.cpp."""
     config = model.config
     _only("hidden_act", config.hidden_act, ("silu",))
@@ -256,7 +259,7 @@ def _phi3(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("phi3", keys, _untied(model, model.state_dict()))
 
 
-def _moe(model: Any, position_config: PositionConfig) -> Contents:
+def _moe(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a Qwen2-MoE or a Qwen3-MoE: the experts of a layer lie in three tensors, gate and up apart."""
     config, first = model.config, position_config.model_type == "qwen2_moe"
     _only("hidden_act", config.hidden_act, ("silu",))
@@ -288,7 +291,7 @@ def _moe(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("qwen2moe", keys, weights)
 
 
-def _gpt2(model: Any, position_config: PositionConfig) -> Contents:
+def _gpt2(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a GPT-2: its linear layers hold their weights transposed."""
     config, weights = model.config, model.state_dict()
     _only("activation_function", config.activation_function, _TANH_GELU)
@@ -308,7 +311,7 @@ def _gpt2(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("gpt2", keys, _untied(model, weights), loose=True)
 
 
-def _gpt_neox(model: Any, position_config: PositionConfig) -> Contents:
+def _gpt_neox(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     """Return a GPT-NeoX: query, key and value of a head lie together there, and apart in llama.cpp."""
     config, weights = model.config, model.state_dict()
     _only("hidden_act", config.hidden_act, _TANH_GELU)
@@ -332,7 +335,7 @@ def _gpt_neox(model: Any, position_config: PositionConfig) -> Contents:
     return Contents("gptneox", keys, weights, loose=True)
 
 
-def _gated_keys(config: Any) -> dict[str, Any]:
+def _gated_keys(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the sizes of a model with RMS norms and gated feed-forward layers."""
     return {
         "embedding_length": config.hidden_size,
@@ -347,7 +350,7 @@ def _gated_keys(config: Any) -> dict[str, Any]:
     }
 
 
-def _whole_heads(config: Any, position_config: PositionConfig) -> None:
+def _whole_heads(config: PreTrainedConfig, position_config: PositionConfig) -> None:
     width = head_dim(config)
     whole = position_config.rope_type == "proportional"
     turned = width if whole else int(width * position_config.rope.get("partial_rotary_factor", 1.0))
@@ -358,7 +361,7 @@ def _whole_heads(config: Any, position_config: PositionConfig) -> None:
         )
 
 
-def _without_biases(model: Any) -> None:
+def _without_biases(model: PreTrainedModel) -> None:
     biases = sorted({name.split(".", 3)[-1] for name in model.state_dict() if name.endswith(".bias")})
     if biases:
         raise UnsupportedSwapError(f"llama.cpp has no {', '.join(biases)} in this architecture, and the model has.")
@@ -367,7 +370,7 @@ def _without_biases(model: Any) -> None:
 _HEAD = ("attention.key_length", "attention.value_length")
 
 
-def _square(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
+def _square(config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
     """Return `keys` without the width of a head, where llama.cpp takes its share of the model's width."""
     width = config.num_attention_heads * head_dim(config)
     if width != config.hidden_size:
@@ -378,13 +381,13 @@ def _square(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keys.items() if name not in _HEAD}
 
 
-def _untied(model: Any, weights: Weights) -> Weights:
+def _untied(model: PreTrainedModel, weights: Weights) -> Weights:
     """Return `weights` without an output layer that is the token embeddings: llama.cpp takes those by itself."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return {name: weight for name, weight in weights.items() if not (tied and name == "lm_head.weight")}
 
 
-def _only(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def _only(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         wanted = " or ".join(map(repr, allowed))
         raise UnsupportedSwapError(
@@ -392,7 +395,7 @@ def _only(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         )
 
 
-MAKERS: dict[str, Callable[[Any, PositionConfig], Contents]] = dict.fromkeys(LLAMA_KIND, _llama) | {
+MAKERS: dict[str, Callable[[PreTrainedModel, PositionConfig], Contents]] = dict.fromkeys(LLAMA_KIND, _llama) | {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "gemma3_text": _gemma3,

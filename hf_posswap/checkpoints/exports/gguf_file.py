@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from hf_posswap.utils.gguf_source import read_gguf
 from hf_posswap.utils.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, recognized
 from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.untrusted import card_data, read_bounded_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -125,7 +128,7 @@ def write_gguf(
     return GGUFFile(weights, vocabulary, compared)
 
 
-def _round(model: Any, weight_type: str, source: Path) -> None:
+def _round(model: PreTrainedModel, weight_type: str, source: Path) -> None:
     """Round the matrices of `model` to what the file holds, so that what is compared is what it can be."""
     from transformers.pytorch_utils import Conv1D
 
@@ -183,7 +186,7 @@ def _weights_sentence(contents: Contents, weight_type: str, source: Path) -> str
 
 
 def _write(
-    config: Any,
+    config: PreTrainedConfig,
     contents: Contents,
     position_config: PositionConfig,
     weight_type: str,
@@ -242,7 +245,7 @@ def _add_card(writer: Any, source: Path) -> None:
         writer.add_languages(languages)
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def _add(writer: Any, key: str, value: object) -> None:
     """Add one value in the type that llama.cpp reads it in."""
     match value:
         case bool():
@@ -424,7 +427,7 @@ def _copy_vocabulary(writer: Any, vocab: Path, size: int) -> str:
     return f"that of {printable(vocab.name)}"
 
 
-def ran_alike(model: Any, path: Path, position_config: PositionConfig, coarsest: str) -> str:
+def ran_alike(model: PreTrainedModel, path: Path, position_config: PositionConfig, coarsest: str) -> str:
     """Return a sentence on how near llama.cpp's outputs are to those of `model`, or that it is not installed.
 
     Args:

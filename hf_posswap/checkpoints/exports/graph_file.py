@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.utils.atomic_io import check_room, replacing
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import PROCESS, ignored_warnings, quiet_logger, without_stderr
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Inputs = dict[str, Tensor]
 MOST = 512
@@ -216,7 +219,7 @@ def _text(signature: Signature, length: int, vocabulary_size: int, numbers: torc
     return inputs
 
 
-def answers(model: Any, signature: Signature, trial: Trial) -> list[dict[str, Tensor]]:
+def answers(model: PreTrainedModel, signature: Signature, trial: Trial) -> list[dict[str, Tensor]]:
     """Return the outputs of `model` for the last tokens of each text of `trial`, read alone."""
     expected = []
     for text in trial.texts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posswap.compat.transformers_loading import class_names
 from hf_posswap.errors import UnsupportedModelError
@@ -14,6 +14,9 @@ from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
 from hf_posswap.rope_math import temperature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Kind = Literal["plugin", "inside", "table", "rope"]
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -92,7 +95,7 @@ class PositionConfig:
         return replace(self.rotation, length=self.length).attention_factor
 
 
-def position_config_of(config: Any) -> PositionConfig:
+def position_config_of(config: PreTrainedConfig) -> PositionConfig:
     """Return the positions in the config of a checkpoint.
 
     Raises:
@@ -146,7 +149,7 @@ def position_config_of(config: Any) -> PositionConfig:
     )
 
 
-def _generates(config: Any, model_type: str) -> bool:
+def _generates(config: PreTrainedConfig, model_type: str) -> bool:
     """Return whether the model predicts next tokens, by the class that its config names, else by its model type."""
     if config.is_encoder_decoder or getattr(config, "is_decoder", False):
         return True
@@ -156,7 +159,7 @@ def _generates(config: Any, model_type: str) -> bool:
     return model_type not in class_names("MASKED_LM")
 
 
-def _window(config: Any) -> int | None:
+def _window(config: PreTrainedConfig) -> int | None:
     """Return the window of sliding attention, in tokens; None where no layer has one."""
     views = config.per_layer_config if getattr(config, "is_heterogeneous", False) else None
     windows = [getattr(layer, "sliding_window", None) for layer in views or (config,)]

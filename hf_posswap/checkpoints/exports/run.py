@@ -9,7 +9,7 @@ import shlex
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.exports.gguf_contents import MAKERS, divisors, gguf_metadata, rotated
 from hf_posswap.checkpoints.exports.gguf_file import DTYPES, write_gguf
@@ -24,6 +24,9 @@ from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.weight_shapes import folder_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FILES = {"llamacpp": ".gguf", "onnx": ".onnx", "torch": ".pt2"}
 """The suffixes of the files that are written for a program."""
@@ -256,7 +259,7 @@ def _wanted(
     return {name: value for name, value in wanted.items() if value is not None or name not in judgement.spelling.config}
 
 
-def _gguf(config: Any, position_config: PositionConfig) -> dict[str, Any]:
+def _gguf(config: PreTrainedConfig, position_config: PositionConfig) -> dict[str, Any]:
     """Return llama.cpp's metadata, with the divisors of the angles where they are a separate tensor."""
     if position_config.kind == "plugin":
         return {}

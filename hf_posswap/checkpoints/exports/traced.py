@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import FOLLOW_LENGTH, buffer_name, parameters_of
 from hf_posswap.patching.sites.rotary.modules import rebuilt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """What a graph gives of what a model gives, where the model has it."""
@@ -92,7 +95,7 @@ class Traced(nn.Module):
         return tuple(outputs[name] for name in self.signature.outputs)
 
 
-def run(model: Any, signature: Signature, inputs: dict[str, Tensor]) -> Any:
+def run(model: nn.Module, signature: Signature, inputs: dict[str, Tensor]) -> Any:
     """Return what `model` gives for `inputs`, whose positions are counted where `signature` says so."""
     cached = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
     counted = {"position_ids": behind_padding(inputs["attention_mask"])} if signature.counts else {}
@@ -110,7 +113,7 @@ def behind_padding(mask: Tensor) -> Tensor:
     return (torch.arange(mask.shape[-1], device=mask.device)[None] - padding).clamp(min=0)
 
 
-def signature_of(model: Any) -> Signature:
+def signature_of(model: PreTrainedModel) -> Signature:
     """Return what a graph of `model` takes and gives.
 
     Raises:
@@ -171,7 +174,7 @@ class RotaryByLength(nn.Module):
         except AttributeError:  # some models read attributes of their rotary module
             return getattr(super().__getattr__("native"), name)
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Any:
         """Return the native module's output with these frequencies.
 
         Args:
@@ -192,18 +195,18 @@ class RotaryByLength(nn.Module):
         return _frequencies(self.native.config, self.rope_types[rope_set], rope_set, length)
 
 
-def following(module: Any) -> dict[str, str]:
+def following(module: nn.Module) -> dict[str, str]:
     """Return the rope types of a rotary module that follow the length, by frequency set; {} for any other module."""
     return {name: rope_type for name, rope_type in _rope_types(module).items() if rope_type in FOLLOW_LENGTH}
 
 
-def _rope_types(module: Any) -> dict[str, str]:
+def _rope_types(module: nn.Module) -> dict[str, str]:
     """Return the rope types of a rotary module by frequency set; "" is the name of an only one."""
     rope_type = vars(module).get("rope_type")  # not inherited: a wrapper passes on the attributes of what it wraps
     return dict(rope_type) if isinstance(rope_type, dict) else {} if rope_type is None else {"": rope_type}
 
 
-def _frequencies(config: Any, rope_type: str, rope_set: str, length: Any) -> Tensor:
+def _frequencies(config: PreTrainedConfig, rope_type: str, rope_set: str, length: Any) -> Tensor:
     """Return transformers' frequencies [R/2] of a set for texts of `length` tokens."""
     device = getattr(length, "device", "cpu")
     return rope_function(rope_type)(config, device, seq_len=length, layer_type=rope_set or None)[0]

@@ -46,7 +46,7 @@ class StockCall:
     mismatch: str
 
     @classmethod
-    def between(cls, stock: type, attention: Any, alternatives: tuple[str, ...]) -> StockCall:
+    def between(cls, stock: type, attention: nn.Module, alternatives: tuple[str, ...]) -> StockCall:
         """Return how the forward of `stock`, which `attention` replaces, is called.
 
         Args:
@@ -130,7 +130,7 @@ class ThroughInterface:
     returns_scores = False
     native_positions = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         stock = cls.__bases__[-1]
         if not issubclass(stock, nn.Module):
@@ -139,7 +139,7 @@ class ThroughInterface:
         call = cls.stock_call = StockCall.between(stock, attention, cls.positions_from)
 
         @functools.wraps(stock.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: object, **kwargs: object) -> Any:
             return self.attention(**call.bind(args, kwargs))
 
         cls.forward = forward  # type: ignore[attr-defined]
@@ -274,7 +274,7 @@ def fitting(module: nn.Module, *classes: type) -> type | str:
     )
 
 
-def _mismatch(cls: Any, native: type) -> str:
+def _mismatch(cls: type, native: type) -> str:
     """Return why `cls` cannot replace `native` in the installed release; "": it can."""
     call = getattr(cls, "stock_call", None)
     if call is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from hf_posswap.families.interfaces.base import ThroughInterface, indices, narrowed
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
@@ -40,7 +43,7 @@ class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
         out = self.out_proj(out)
         return self.resid_dropout(out), weights
 
-    def _windowed(self, mask: Tensor | None, hidden: Tensor, cache: Any) -> Tensor:
+    def _windowed(self, mask: Tensor | None, hidden: Tensor, cache: Cache) -> Tensor:
         rows, columns = indices(hidden, cache, self.layer_id)
         distance = rows[:, None] - columns[None, :]  # [Q, K]
         return narrowed(mask, (distance >= 0) & (distance < self.config.window_size), hidden.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.longt5.modeling_longt5 import LongT5Attention
@@ -13,6 +13,9 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 from hf_posswap.compat.transformers_calls import self_attention_cache
 from hf_posswap.families.interfaces.base import ThroughInterface
 
+if TYPE_CHECKING:
+    from transformers import Cache
+
 
 class _T5Kind(ThroughInterface):
     """Base of the three: self-attention with unscaled scores and its own bias."""
@@ -20,7 +23,7 @@ class _T5Kind(ThroughInterface):
     is_decoder: bool
 
     def _attended(
-        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Any, kwargs: dict[str, Any]
+        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, Q, E], the bias with the mask in it [B, H, Q, K], and the weights."""
         module: Any = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
@@ -13,6 +13,10 @@ from hf_posswap.families.modules import is_removed
 from hf_posswap.patching.edits.edit import Edit, Saved
 from hf_posswap.patching.edits.restore import OffloadAgain
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 Fingerprint = dict[str, tuple[int, int | None]]
 
@@ -57,12 +61,12 @@ class AppliedSwap:
         return next(matches, {})
 
 
-def fingerprint(model: Any) -> Fingerprint:
+def fingerprint(model: nn.Module) -> Fingerprint:
     """Return the identity and version of every parameter: cheap, and exact for one process."""
     return {name: (id(p), version_of(p)) for name, p in model.named_parameters()}
 
 
-def unread_record(model: Any) -> str:
+def unread_record(model: PreTrainedModel) -> str:
     """Return a sentence about the record in the config of a model without a swap, which transformers read unchecked."""
     if getattr(model.config, "posswap", None) is None:
         return ""

@@ -48,7 +48,7 @@ def alone(*, parameters: bool = True) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
-        def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def guarded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with changing(unwrap(model), function.__name__, parameters=parameters):
                 return function(model, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.patching.sites.embedding.table_edits import BlendedTable, BlendTable
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.utils.sentence_models import is_sentence_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -224,7 +227,7 @@ def unpatch_model(model: M) -> M:
     return model
 
 
-def _refuse_removed_layers(model: Any, patch: AppliedSwap) -> None:
+def _refuse_removed_layers(model: PreTrainedModel, patch: AppliedSwap) -> None:
     path = next((edit.path for edit, _ in patch.done() if is_removed(model, edit.path)), None)
     if path is not None:
         raise UnsupportedSwapError(
@@ -262,7 +265,7 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
         unpatch_model(model)
 
 
-def _undo(model: Any, swap: AppliedSwap, owner: nn.Module | None) -> None:
+def _undo(model: nn.Module, swap: AppliedSwap, owner: nn.Module | None) -> None:
     leave_swapped_class(model)
     for path in offloaded_tables(model, swap.plan.edits):  # offloaded since the swap
         bring_into_memory(model, path)
@@ -315,7 +318,7 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
 
 
 @torch.no_grad()
-def initialise(model: Any, module: nn.Module) -> bool:
+def initialise(model: PreTrainedModel, module: nn.Module) -> bool:
     """Initialize `module` of a swapped `model`, except for tensors loaded from a checkpoint.
 
     Returns whether a swap added the module; False if `model` is a submodel without the swap's state.
@@ -344,7 +347,7 @@ def freeze(model: Any) -> None:
         edit.freeze(model)
 
 
-def _fresh_mechanism(model: Any, module: nn.Module, plan: SwapPlan) -> nn.Module | None:
+def _fresh_mechanism(model: PreTrainedModel, module: nn.Module, plan: SwapPlan) -> nn.Module | None:
     """Return a new mechanism like `module` if it is one of the plan's; else None."""
     for edit in plan.edits:
         if isinstance(edit, AddMechanism):
@@ -355,7 +358,7 @@ def _fresh_mechanism(model: Any, module: nn.Module, plan: SwapPlan) -> nn.Module
     return None
 
 
-def _begin_blended(model: Any, module: BlendedTable, plan: SwapPlan) -> None:
+def _begin_blended(model: PreTrainedModel, module: BlendedTable, plan: SwapPlan) -> None:
     module.native.weight = module.old
     fill_weights(native_class(type(model)), model, module.native)
     _begin(module, "weight", torch.zeros_like(module.weight))

@@ -99,7 +99,7 @@ def _trainers() -> tuple[Any, ...]:
     return () if module is None else (module.Trainer,)
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrapped(model: nn.Module) -> Any:
     """Return the model inside the torch wrappers that a Trainer removes before it saves."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return _unwrapped(model.module)
@@ -107,5 +107,5 @@ def _unwrapped(model: Any) -> Any:
     return model if original is None else _unwrapped(original)
 
 
-def _record(model: Any) -> Any:
+def _record(model: nn.Module) -> Any:
     return getattr(model.config, "posswap", None)

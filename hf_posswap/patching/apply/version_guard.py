@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,10 @@ from hf_posswap.testing.twin import build_twin, every_nth, fill_zeros, isolated,
 from hf_posswap.testing.twin_checks import SHIFT, TOKENS, Expectations, TwinChecks, compare
 from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
 from hf_posswap.versions import is_tested, tested
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SETTING = "POSSWAP_UNTESTED"
 """The environment variable that selects the behaviour on an untested version."""
@@ -80,7 +84,7 @@ def untested_versions() -> dict[str, str]:
     return {package: version for package, version in installed.items() if not is_tested(package, version)}
 
 
-def guard_version(model: Any, plan: SwapPlan, apply: Apply, config: Any = None) -> None:
+def guard_version(model: nn.Module, plan: SwapPlan, apply: Apply, config: Any = None) -> None:
     """On untested versions, verify the swap of `plan` on a twin of `model`, which is not touched.
 
     Args:
@@ -159,7 +163,7 @@ def _warn(key: str, text: str) -> None:
     warnings.warn(text, UntestedVersionWarning, stacklevel=level)
 
 
-def _verdict(model: Any, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
+def _verdict(model: nn.Module, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
     """Return the verdict on the swap, from this process, the cache folder, or a new verification."""
     cls = native_class(type(model))
     tiny = twin_config(config, all_layers=_is_by_layer(plan.record.to_dict()))
@@ -179,7 +183,7 @@ def _verdict(model: Any, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
         return verdict
 
 
-def _is_by_layer(value: Any) -> bool:
+def _is_by_layer(value: object) -> bool:
     """Return whether the schemes in a record refer to layers by number."""
     if isinstance(value, dict):
         return value.get("name") in _BY_LAYER or any(map(_is_by_layer, value.values()))
@@ -371,7 +375,7 @@ class Proof:
     def twin(self, seed: int, config: Any = None) -> Any:
         return build_twin(lambda: build_class(self.cls, copy.deepcopy(self.config if config is None else config)), seed)
 
-    def _spare(self, twin: Any) -> Any:
+    def _spare(self, twin: PreTrainedModel) -> Any:
         """Return a copy of the stock `twin`, which is cheaper than another; None: `remaining` needs none, or others."""
         if self.plan.route == "native" or not self._is_one_text_stack:
             return None
@@ -382,7 +386,7 @@ class Proof:
         except Exception:  # classes that cannot be copied can be built
             return None
 
-    def plan_of(self, twin: Any) -> SwapPlan:
+    def plan_of(self, twin: PreTrainedModel) -> SwapPlan:
         """Return the plan of the same swap for `twin`."""
         live, sites, record = self.plan.sites, locate(twin), self.plan.record.to_dict()
         schemes: dict[str, Scheme] = {}
@@ -411,7 +415,7 @@ class Proof:
         return any(scheme.table_part is not None for scheme in self.plan.schemes.values())
 
 
-def _of_replaced_layers(config: Any, plan: SwapPlan) -> Any:
+def _of_replaced_layers(config: PreTrainedConfig, plan: SwapPlan) -> Any:
     """Return `config` with only layers whose positions `plan` replaces, if others keep theirs."""
     types = getattr(config, "layer_types", None)
     kept = {name for stack in plan.sites.stacks for name in stack.rope_layer_types} - {
@@ -430,7 +434,7 @@ def _edit_types(plan: SwapPlan) -> list[str]:
     return sorted({f"{type(edit).__name__} {edit.stack}".strip() for edit in plan.edits} - set(plain))
 
 
-def _cut_scheme(value: Any, live: Geometry, twin: Geometry, name: str = "") -> Any:
+def _cut_scheme(value: object, live: Geometry, twin: Geometry, name: str = "") -> Any:
     """Return a scheme's JSON for a model of other sizes: lists per pair or per head are shortened, the rest stays."""
     if isinstance(value, dict):
         return {key: _cut_scheme(item, live, twin, key) for key, item in value.items()}
@@ -447,7 +451,7 @@ def _cut_scheme(value: Any, live: Geometry, twin: Geometry, name: str = "") -> A
     return every_nth(value, sizes[len(value)]) if len(value) in sizes and name != "layers" else value
 
 
-def _expectations(twin: Any, plan: SwapPlan) -> Expectations:
+def _expectations(twin: PreTrainedModel, plan: SwapPlan) -> Expectations:
     cls: Any = type(twin)
     sites, schemes = plan.sites, plan.schemes.values()
     passing = [edit for edit in plan.edits if isinstance(edit, PassPositionIds)]

@@ -8,10 +8,13 @@ errors, so unsupported models are refused before it starts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.schemes.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KEYS_UNKNOWN = "its scheme needs the positions of cached keys, which a paged cache does not provide"
 ONE_LENGTH = "its angles follow the length of the text, and all requests of a batch would use those of the longest one"
@@ -37,7 +40,7 @@ class Refusal:
     model: str
     why: str = KEYS_UNKNOWN
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         """Refuse.
 
         Raises:
@@ -50,12 +53,12 @@ class Refusal:
         )
 
 
-def refuse_continuous_batching(model: Any, why: str = KEYS_UNKNOWN) -> None:
+def refuse_continuous_batching(model: nn.Module, why: str = KEYS_UNKNOWN) -> None:
     """Make `model` refuse continuous batching, for the reason `why`."""
     if hasattr(model, START):
         setattr(model, START, Refusal(type(model).__name__, why))
 
 
-def allow_continuous_batching(model: Any) -> None:
+def allow_continuous_batching(model: nn.Module) -> None:
     """Restore continuous batching of the class of `model`."""
     vars(model).pop(START, None)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import Scheme, make_scheme
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 Site = Literal["embedding", "rotary", "attention", "config"]
 Saved = dict[str, Any]
@@ -21,7 +25,7 @@ SiteChoice = Literal["auto", "attention"]
 RelativeChoice = Literal["keep", "drop"]
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Return `value` as JSON.
 
     Example:
@@ -41,7 +45,7 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: object) -> Any:
     """Return the value that `to_plain` encoded.
 
     Example:
@@ -86,25 +90,25 @@ class Edit(ABC):
     after: str
     stack: str = ""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if ABC not in cls.__bases__:
             EDITS[cls.__name__] = cls
 
     @abstractmethod
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         """Make the change. Each step stores what `undo` needs in `saved` before it touches the model."""
 
     @abstractmethod
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Undo the steps recorded in `saved`, also if `apply` was interrupted."""
 
     @abstractmethod
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         """Return the problem if the change is not intact, or None."""
 
     @abstractmethod
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         """Apply the change to a model that stock transformers has loaded from a swapped checkpoint."""
 
     @property
@@ -112,15 +116,15 @@ class Edit(ABC):
     def touches(self) -> tuple[str, ...]:
         """Name prefixes of the parameters that the change may replace, add or remove."""
 
-    def refusal(self, model: Any) -> str | None:
+    def refusal(self, model: PreTrainedModel) -> str | None:
         """Return why the change cannot be made to `model` in its current state, or None."""
         return None
 
-    def check_loaded(self, model: Any) -> str | None:
+    def check_loaded(self, model: PreTrainedModel) -> str | None:
         """Return the problem with the weights of a model that stock transformers loaded, before `reload`; or None."""
         return None
 
-    def freeze(self, model: Any) -> None:
+    def freeze(self, model: nn.Module) -> None:
         """Freeze the weights that the change freezes, because loading makes every weight trainable."""
         return None
 
@@ -143,21 +147,21 @@ class Edit(ABC):
 class PluginOnly(Edit, ABC):
     """A change that only hf_posswap makes: stock classes refuse the checkpoint, and leave nothing to reload."""
 
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         """Nothing: no stock class loads a checkpoint with this change."""
 
 
 class BuiltByConfig(Edit, ABC):
     """A change that transformers makes by itself where it builds the model from the new config."""
 
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         """Nothing: transformers has built the model from the new config."""
 
 
 class AppliedAgain(Edit, ABC):
     """A change that is made again in a model that stock transformers has loaded."""
 
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         self.apply(model, {})
 
 

@@ -42,7 +42,7 @@ class NoPositions(TensorHooks):
             return True
         return not bool(self.weight.any())
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *_: object, **__: object) -> Tensor:
         """Return a scalar zero: it broadcasts, does not promote dtypes, and on the CPU combines with any device."""
         return self.weight.new_zeros((), device="cpu" if self.weight.is_meta else None)  # on meta if offloaded
 

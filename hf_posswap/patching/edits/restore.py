@@ -69,7 +69,7 @@ def _within(current: Tensor, old: Tensor) -> Tensor:
     return current[tuple(map(slice, old.shape))] if same_axes else current[..., : old.shape[-1]]
 
 
-def replace_attribute(model: nn.Module, path: str, name: str, value: Any, saved: Saved) -> None:
+def replace_attribute(model: nn.Module, path: str, name: str, value: object, saved: Saved) -> None:
     """Set the attribute `name` of the module at `path`."""
     module = model.get_submodule(path)
     saved.setdefault("attributes", {})[name] = getattr(module, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.edits.edit import BuiltByConfig, Edit, Saved, Site, TouchesNothing
 from hf_posswap.patching.edits.restore import replace_attribute, replace_buffer, restore_attributes, restore_buffers
 from hf_posswap.utils.format import brief
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +34,13 @@ class SetAttribute(BuiltByConfig, TouchesNothing):
     name: str
     value: Any
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         replace_attribute(model, self.module, self.name, self.value, saved)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         restore_attributes(model, self.module, saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         actual = getattr(model.get_submodule(self.module), self.name, self.value)  # BigBird replaces modules itself
         return None if actual == self.value else f"it is {actual!r} instead of {self.value!r}"
 
@@ -52,14 +55,14 @@ class EditConfig(BuiltByConfig, TouchesNothing):
 
     value: Any
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         parent, _, leaf = self.path.rpartition(".")
         setattr(config_at(model.config, parent), leaf, self.value)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Nothing: the model gets its original config back."""
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         actual = config_at(model.config, self.path)
         return None if actual == self.value else f"the config has {actual!r} instead of {self.value!r}"
 
@@ -174,7 +177,7 @@ def grown(owner: nn.Module, old: Tensor, *, name: str, length: int) -> Tensor:
 class BufferEdit(BuiltByConfig, TouchesNothing, ABC):
     """Base of the edits that replace the buffer at `path` by what a stock model of the new length has there."""
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         restore_buffers(model, saved)
 
 
@@ -188,10 +191,10 @@ class GrowMask(BufferEdit):
 
     length: int
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         replace_buffer(model, self.path, lambda owner, old: grown_mask(owner, old, self.length), saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         length = model.get_buffer(self.path).shape[-1]
         return None if length == self.length else f"its mask has {length} positions instead of {self.length}"
 
@@ -208,10 +211,10 @@ class ResizeBuffer(BufferEdit):
 
     shape: tuple[int, ...]
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         replace_buffer(model, self.path, lambda owner, old: old.new_zeros(self.shape), saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         owner, leaf = owner_of(model, self.path)
         shape = tuple(getattr(owner, leaf).shape)
         return None if shape == self.shape else f"it has shape {list(shape)} instead of {list(self.shape)}"

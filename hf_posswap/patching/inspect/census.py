@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.base import FAMILIES
@@ -14,6 +14,9 @@ from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.schemes.base import schemes_for
 from hf_posswap.testing.tiny import language_models, tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ASKED: dict[str, dict[str, Any]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
 """The schemes that are planned for each text class, with their options; for vision classes, all vision schemes are."""
@@ -136,7 +139,7 @@ def _entry(name: str, model_types: tuple[str, ...], every_scheme: bool) -> Class
     return ClassEntry(name, model_types, family, native, routes, why or None)
 
 
-def _schemes_to_plan(model: Any, every_scheme: bool) -> dict[str, dict[str, Any]]:
+def _schemes_to_plan(model: PreTrainedModel, every_scheme: bool) -> dict[str, dict[str, Any]]:
     """Return the schemes to plan for `model`, with their options."""
     sites = locate(model)
     images = sites.main.inputs == "images"
@@ -145,7 +148,7 @@ def _schemes_to_plan(model: Any, every_scheme: bool) -> dict[str, dict[str, Any]
     return dict.fromkeys(schemes_for("images"), {}) if images else ASKED
 
 
-def _reason(error: PosswapError, model: Any) -> str:
+def _reason(error: PosswapError, model: PreTrainedModel) -> str:
     """Return the specific part of an error message."""
     text = str(error).removeprefix(f"{type(model).__name__}: ")
     text = text.removeprefix(f"model type {model.config.model_type!r} is not supported: ")
@@ -156,5 +159,5 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _type_of(cls: Any) -> str | None:
+def _type_of(cls: type) -> str | None:
     return getattr(getattr(cls, "config_class", None), "model_type", None)

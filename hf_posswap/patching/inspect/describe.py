@@ -136,7 +136,7 @@ def describe_positions(model: PreTrainedModel) -> PositionReport:
     return _report(target, sites, patch.plan.max_length, swapped=patch.plan.named)
 
 
-def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> PositionReport:
+def _report(model: PreTrainedModel, sites: Sites, limit: int, swapped: str | None) -> PositionReport:
     g = sites.geometry
     table = sites.main.table
     native = f"{table.kind if isinstance(table, TokenTable) else 'no'} table, {g.original_length} positions"
@@ -160,7 +160,7 @@ def _report(model: Any, sites: Sites, limit: int, swapped: str | None) -> Positi
     return PositionReport(type(model).__name__, sites.family.name, native, swapped, g, paths, limit, _trained(model))
 
 
-def _trained(model: Any) -> str | None:
+def _trained(model: PreTrainedModel) -> str | None:
     """Return the training recorded in the config as text; None: there is none."""
     training = training_of(model.config)
     if training is None:
@@ -369,7 +369,7 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
         ) from error
 
 
-def model_class_of(config: Any) -> Any:
+def model_class_of(config: PreTrainedConfig) -> Any:
     """Return the class that the config's checkpoint names, or the first Auto class that has one.
 
     Raises:
@@ -401,7 +401,7 @@ def stand_ins(scheme: SchemeChoice, geometry: Geometry) -> dict[str, Any]:
     return {name: value for name, value in cls.stand_ins(geometry).items() if name not in given}
 
 
-def _outcome(model: Any, name: str, report: PositionReport) -> str:
+def _outcome(model: PreTrainedModel, name: str, report: PositionReport) -> str:
     try:
         plan = plan_swap(model, name, **stand_ins(name, report.geometry))
     except PosswapError as error:

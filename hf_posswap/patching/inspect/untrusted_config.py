@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import PROCESS
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes, refuse_outside
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 MOST_MODULES = 2**18
 """Limit for a model whose weights are unknown: more than the Switch Transformer with 2048 experts in each layer."""
 MOST_BUFFER_BYTES = 2**33
@@ -65,7 +68,7 @@ class Bounds:
     basis: str = "no model of transformers comes near that"
 
 
-def bounds_by(shapes: Shapes | None, config: Any) -> Bounds:
+def bounds_by(shapes: Shapes | None, config: PreTrainedConfig) -> Bounds:
     """Return the limits of a model whose weights have these `shapes`, with room for new heads and modules.
 
     Args:
@@ -80,7 +83,7 @@ def bounds_by(shapes: Shapes | None, config: Any) -> Bounds:
     return Bounds(min(MOST_MODULES, 4096 + 16 * len(shapes)), 2**24 + packed * elements, basis)
 
 
-def bounds_in(source: str | Path, config: Any) -> Bounds:
+def bounds_in(source: str | Path, config: PreTrainedConfig) -> Bounds:
     """Return the limits of the model of `config` by the weights in the folder `source`; for a Hub id, the defaults.
 
     Raises:
@@ -96,7 +99,7 @@ def bounds_in(source: str | Path, config: Any) -> Bounds:
 class _Count:
     """The size so far of a model that is being built, checked against `bounds`."""
 
-    def __init__(self, bounds: Bounds, config: Any) -> None:
+    def __init__(self, bounds: Bounds, config: PreTrainedConfig) -> None:
         self.bounds, self.config = bounds, config
         self.modules = self.numbers = self.bytes = 0
 
@@ -158,7 +161,7 @@ def _install_hooks() -> None:
 
 
 @contextmanager
-def within(bounds: Bounds, config: Any) -> Iterator[None]:
+def within(bounds: Bounds, config: PreTrainedConfig) -> Iterator[None]:
     """Allow this thread to build one model from `config` in the block, within `bounds`.
 
     Raises:
@@ -194,7 +197,9 @@ def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any
                 model_class.from_config(plain, **options)
 
 
-def recorded_plan(config: Any, model_class: Any, bounds: Bounds | None = None) -> tuple[Any, SwapPlan]:
+def recorded_plan(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel], bounds: Bounds | None = None
+) -> tuple[Any, SwapPlan]:
     """Return the model before the swap that `config` records, on meta, and the plan of that swap.
 
     Args:
@@ -249,7 +254,7 @@ def refuse_lie(plan: SwapPlan, problems: list[str]) -> None:
     )
 
 
-def config_problems(model: Any, skeleton: Any, plan: SwapPlan) -> Iterator[str]:
+def config_problems(model: PreTrainedModel, skeleton: PreTrainedModel, plan: SwapPlan) -> Iterator[str]:
     """Yield the differences between a stock model and the result of applying a native `plan` to its `skeleton`.
 
     Args:
@@ -267,7 +272,7 @@ def config_problems(model: Any, skeleton: Any, plan: SwapPlan) -> Iterator[str]:
     yield from _setting_problems(model, skeleton, values, tuple(edit.path for edit in rotary))
 
 
-def _rotary_problems(model: Any, skeleton: Any, plan: SwapPlan, edit: Any) -> Iterator[str]:
+def _rotary_problems(model: PreTrainedModel, skeleton: PreTrainedModel, plan: SwapPlan, edit: Any) -> Iterator[str]:
     """Yield the differences in a rotary module; frequencies come from the config, whatever the module's dtype."""
     stack, scheme = plan.sites.stack(edit.stack), plan.schemes[edit.stack]
     config = config_at(model.config, edit.part)
@@ -283,7 +288,7 @@ def _rotary_problems(model: Any, skeleton: Any, plan: SwapPlan, edit: Any) -> It
         yield f"config.rope_parameters has {_differing(config, planned, stack.rope_layer_types)}"
 
 
-def _contradict(config: Any, planned: Any, sets: tuple[str, ...]) -> bool:
+def _contradict(config: PreTrainedConfig, planned: Any, sets: tuple[str, ...]) -> bool:
     """Return whether the rope parameters of a config contradict the planned ones, even if the angles agree.
 
     A key missing in one of them is no contradiction: releases of transformers differ in the defaults that they write.
@@ -296,7 +301,7 @@ def _contradict(config: Any, planned: Any, sets: tuple[str, ...]) -> bool:
     )
 
 
-def _is_close(actual: Any, expected: Any) -> bool:
+def _is_close(actual: Any, expected: object) -> bool:
     """Return whether two values are equal up to float rounding."""
     if isinstance(actual, list) and isinstance(expected, list):
         return len(actual) == len(expected) and all(map(_is_close, actual, expected))
@@ -307,12 +312,12 @@ def _is_close(actual: Any, expected: Any) -> bool:
     return bool(actual == expected)
 
 
-def _actual_and_planned(config: Any, planned: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _actual_and_planned(config: PreTrainedConfig, planned: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rope parameters of one set in a config, and the planned ones."""
     return parameters_of(config, name), (planned.get(name) if name else planned) or {}
 
 
-def _differing(config: Any, planned: Any, sets: tuple[str, ...]) -> str:
+def _differing(config: PreTrainedConfig, planned: Any, sets: tuple[str, ...]) -> str:
     """Describe where the rope parameters of a config differ from the planned ones."""
     differences = []
     for name in sets:
@@ -322,7 +327,9 @@ def _differing(config: Any, planned: Any, sets: tuple[str, ...]) -> str:
     return ", ".join(differences[:_SHOWN]) or "other frequencies"
 
 
-def _setting_problems(model: Any, skeleton: Any, values: dict[str, Any], rotary: tuple[str, ...]) -> Iterator[str]:
+def _setting_problems(
+    model: PreTrainedModel, skeleton: PreTrainedModel, values: dict[str, Any], rotary: tuple[str, ...]
+) -> Iterator[str]:
     """Yield plain attributes of `model` that differ from a stock model of the planned config."""
     planned = copy.deepcopy(skeleton.config)
     for name, value in values.items():
@@ -340,7 +347,7 @@ def _setting_problems(model: Any, skeleton: Any, values: dict[str, Any], rotary:
 
 
 @contextmanager
-def building_from(config: Any) -> Iterator[None]:
+def building_from(config: PreTrainedConfig) -> Iterator[None]:
     """Build a model from `config` in the block; an invalid config raises a clear error.
 
     Raises:
@@ -359,7 +366,7 @@ def building_from(config: Any) -> Iterator[None]:
         ) from error
 
 
-def architectures_of(config: Any) -> list[str]:
+def architectures_of(config: PreTrainedConfig) -> list[str]:
     """Return the class names in `config.architectures`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import GrowMask, ResizeBuffer, is_mask, setting_edits, settings_to_follow
 from hf_posswap.patching.record.model_class import build_native
 from hf_posswap.patching.sites.attention.native import AttendThroughInterface, StopRotation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH_NAMES = (
     "max_position_embeddings",
@@ -57,7 +60,7 @@ def plan_length_state(context: SwapContext, values: dict[str, Any], planned: lis
     return draft + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
 
 
-def _fresh(model: Any, lengths: dict[str, int]) -> Any:
+def _fresh(model: PreTrainedModel, lengths: dict[str, int]) -> Any:
     """Return a model on meta of the class of `model`, its config with other lengths."""
     config = copy.deepcopy(model.config)
     for name, value in lengths.items():
@@ -112,7 +115,7 @@ def table_paths(sites: Sites) -> tuple[str, ...]:
     return tuple(stack.table.path for stack in sites.stacks if isinstance(stack.table, TokenTable))
 
 
-def _shapes(model: Any, paths: tuple[str, ...]) -> dict[str, Any]:
+def _shapes(model: PreTrainedModel, paths: tuple[str, ...]) -> dict[str, Any]:
     """Return the shape of each tensor of `model` except the tables at `paths`."""
     left_out = {f"{path}.weight" for path in paths}
     return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}

@@ -92,7 +92,7 @@ def plan_swap(
 
 
 def _planned(
-    model: Any,
+    model: PreTrainedModel,
     scheme: SchemeChoice,
     max_length: int | None,
     site: SiteChoice,
@@ -120,7 +120,7 @@ def _planned(
     return _plan([replace(context, scheme=fitted(context)) for context in contexts])
 
 
-def _refuse_config_of_decoder(model: Any, sites: Sites) -> None:
+def _refuse_config_of_decoder(model: PreTrainedModel, sites: Sites) -> None:
     """Refuse an encoder-decoder that was built from the config of a decoder-only model."""
     has_both = {"encoder", "decoder"} <= {stack.name for stack in sites.stacks}
     if not has_both or getattr(model.config, "is_encoder_decoder", True):
@@ -134,7 +134,7 @@ def _refuse_config_of_decoder(model: Any, sites: Sites) -> None:
     )
 
 
-def _check_arguments(model: Any, max_length: int | None, site: SiteChoice) -> None:
+def _check_arguments(model: PreTrainedModel, max_length: int | None, site: SiteChoice) -> None:
     carried: Any = getattr(model, "_posswap", None)
     if carried is not None:
         raise AlreadyPatchedError(
@@ -151,7 +151,9 @@ def check_max_length(max_length: int | None) -> None:
         raise SchemeError(f"max_length must be a whole number of tokens >= 1, got {max_length!r}.")
 
 
-def _resolved(model: Any, sites: Sites, chosen: dict[str, Scheme], max_length: int | None) -> dict[str, Scheme]:
+def _resolved(
+    model: PreTrainedModel, sites: Sites, chosen: dict[str, Scheme], max_length: int | None
+) -> dict[str, Scheme]:
     """Return the schemes with their open parameters filled in, or refuse those that do not suit their stacks."""
     chosen = {name: with_native(model, sites.stack(name), scheme) for name, scheme in chosen.items()}
     for name, scheme in chosen.items():
@@ -352,7 +354,7 @@ def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
     )
 
 
-def _foreign_modules(value: Any) -> dict[str, str]:
+def _foreign_modules(value: object) -> dict[str, str]:
     """Return the modules of other packages that register the schemes in `value`, by the name of the scheme."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     modules: dict[str, str] = {}
@@ -390,5 +392,5 @@ def unwrap(model: Any) -> Any:
     )
 
 
-def _named(given: Any) -> str:
+def _named(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

@@ -26,7 +26,7 @@ _DOES = {"text": "reads text", "images": "sees images"}
 _FOR_TEXT = "rope, alibi, sinusoidal, learned"
 
 
-def what_instead(given: Any) -> str:
+def what_instead(given: object) -> str:
     """Return what to pass instead of `given`, which is not a transformers model."""
     from transformers import PreTrainedModel
 
@@ -100,7 +100,7 @@ def _wrapper(module: Any) -> str | None:
     return kind_of_wrapper(module)
 
 
-def refuse_nested_swaps(model: Any) -> None:
+def refuse_nested_swaps(model: nn.Module) -> None:
     """Refuse a `model` that contains a swapped submodel, or that belongs to a swapped outer model.
 
     Raises:
@@ -124,7 +124,7 @@ def refuse_nested_swaps(model: Any) -> None:
         )
 
 
-def with_native(model: Any, stack: Stack, scheme: Scheme) -> Scheme:
+def with_native(model: nn.Module, stack: Stack, scheme: Scheme) -> Scheme:
     """Return `scheme` with what a model of this `stack` has in the place of `native`; a rotation stays `native`.
 
     Raises:
@@ -162,7 +162,7 @@ def with_native(model: Any, stack: Stack, scheme: Scheme) -> Scheme:
     return scheme.with_native(Learned())
 
 
-def refuse_other_input(model: Any, stack: Stack, scheme: Scheme) -> None:
+def refuse_other_input(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     """Refuse a text scheme in a vision `stack` and vice versa, also as part of `scheme`.
 
     Raises:
@@ -182,7 +182,7 @@ def refuse_other_input(model: Any, stack: Stack, scheme: Scheme) -> None:
             )
 
 
-def refuse_length(model: Any, stack: Stack, scheme: Scheme, max_length: int | None) -> None:
+def refuse_length(model: nn.Module, stack: Stack, scheme: Scheme, max_length: int | None) -> None:
     """Refuse a `max_length` for a vision `stack`: its length follows from the image size.
 
     Raises:
@@ -197,7 +197,7 @@ def refuse_length(model: Any, stack: Stack, scheme: Scheme, max_length: int | No
         )
 
 
-def refuse_no_table(model: Any, stack: Stack, scheme: Scheme) -> None:
+def refuse_no_table(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     """Refuse a table scheme, also as part of `scheme`, if the `stack` has no position table.
 
     Raises:
@@ -211,7 +211,7 @@ def refuse_no_table(model: Any, stack: Stack, scheme: Scheme) -> None:
         )
 
 
-def refuse_two_sided(model: Any, stack: Stack, scheme: Scheme) -> None:
+def refuse_two_sided(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     """Refuse a scheme that needs a causal model in a bidirectional `stack`.
 
     Raises:

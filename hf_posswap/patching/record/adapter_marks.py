@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,9 @@ from hf_posswap.compat.peft_wrappers import name_without_adapter
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.utils.untrusted import parse_json, read_bounded_json
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SIDECAR = "posswap.json"
 """The file next to an adapter that holds the record, too."""
@@ -61,7 +64,7 @@ def unmark_adapter(weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_marked(name: str, value: Any, prefix: str) -> bool:
+def _is_marked(name: str, value: object, prefix: str) -> bool:
     return name.startswith(prefix) and isinstance(value, Tensor)
 
 
@@ -127,7 +130,7 @@ def kinds_in(weights: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def refuse_integers(model: Any, dtypes: Mapping[str, str], source: str | None = None) -> None:
+def refuse_integers(model: nn.Module, dtypes: Mapping[str, str], source: str | None = None) -> None:
     """Refuse integers, truth values and complex numbers where `model` has, or will have, floating-point weights.
 
     PyTorch converts them silently. Integers that a method of PEFT, or a module trained in full, has as such stay.
@@ -186,7 +189,7 @@ def refuse_misfit(model: Any, source: Path) -> None:
         refuse_integers(model, dtypes, str(source))
 
 
-def refuse_misfit_weights(model: Any, weights: Mapping[str, Any]) -> None:
+def refuse_misfit_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Refuse the weights of an adapter in memory, as `refuse_misfit` does those in a folder.
 
     Raises:
@@ -213,7 +216,7 @@ def _record_in_sidecar(path: Path) -> SwapRecord:
     return SwapRecord.from_dict(record)
 
 
-def carries_swap(model: Any) -> bool:
+def carries_swap(model: nn.Module) -> bool:
     """Return whether the config of `model`, or of the base inside a PEFT model, records a swap."""
     return getattr(getattr(base_of(model), "config", None), "posswap", None) is not None
 
@@ -225,7 +228,7 @@ def base_of(model: Any) -> Any:
     return model
 
 
-def refuse_other_base(model: Any, wanted: SwapRecord, source: str | None = None) -> None:
+def refuse_other_base(model: nn.Module, wanted: SwapRecord, source: str | None = None) -> None:
     """Refuse to put an adapter on a base that has another mechanism than its own had.
 
     Args:

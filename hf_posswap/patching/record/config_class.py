@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.compat.transformers_models import config_validators, give_config_class, model_under_construction
@@ -27,6 +27,9 @@ from hf_posswap.patching.record.remote_code import AUTO_MAP, code_files
 from hf_posswap.utils.auto_classes import refuse_endless_lists
 from hf_posswap.utils.threads import MAKING, once
 from hf_posswap.versions import tested
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SAVED_TYPE = "posswap_saved_model_type"
 """Key of a config that is being read, for the model type in its file."""
@@ -105,7 +108,7 @@ def _set_attribute(self: Any, name: str, value: Any) -> None:
         _refuse_by_values(self)
 
 
-def _refuse_by_values(config: Any) -> None:
+def _refuse_by_values(config: PreTrainedConfig) -> None:
     """Make `vars(config)` name no stock attention either: user code may build a stock config from them."""
     attributes = vars(config)
     for name in REFUSED_IN_MEMORY.keys() - {IMPLEMENTATION}:  # a property, not a value
@@ -114,7 +117,7 @@ def _refuse_by_values(config: Any) -> None:
             attributes[name] = REFUSED_ATTENTION
 
 
-def _refuse_stock(config: Any, built: Any) -> None:
+def _refuse_stock(config: PreTrainedConfig, built: Any) -> None:
     """Refuse to be the config of a model that a stock class, or a subclass of one, builds: it would not be swapped.
 
     A swapped class builds its model from the native config and puts the swap in. A user's own model may be built from
@@ -169,7 +172,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return new
 
 
-def as_plugin_config(config: Any) -> Any:
+def as_plugin_config(config: PreTrainedConfig) -> Any:
     """Give a swapped model's `config` its class of plugin checkpoints, and return it."""
     give_config_class(config, plugin_config_class(native_config_class(config)))
     _refuse_by_values(config)
@@ -177,7 +180,7 @@ def as_plugin_config(config: Any) -> Any:
     return config
 
 
-def read_plugin_config(values: dict[str, Any], **kwargs: Any) -> Any:
+def read_plugin_config(values: dict[str, Any], **kwargs: object) -> Any:
     """Return the config of a plugin checkpoint; kwargs and result are those of transformers' `from_dict`.
 
     Raises:
@@ -203,7 +206,7 @@ def read_plugin_config(values: dict[str, Any], **kwargs: Any) -> Any:
     return result
 
 
-def write_code(config: Any, folder: Path) -> None:
+def write_code(config: PreTrainedConfig, folder: Path) -> None:
     """Write to `folder` what `trust_remote_code=True` needs to load a checkpoint of `config`; warn where it cannot be.
 
     Warns:
@@ -222,7 +225,7 @@ def write_code(config: Any, folder: Path) -> None:
         (folder / name).write_text(source, encoding="utf-8")
 
 
-def _code_or_why(config: Any) -> dict[str, str] | UnsupportedSwapError:
+def _code_or_why(config: PreTrainedConfig) -> dict[str, str] | UnsupportedSwapError:
     try:
         return code_files(config)
     except UnsupportedSwapError as error:

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -45,6 +45,9 @@ from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
 from hf_posswap.utils.public_names import after_import
 from hf_posswap.utils.threads import once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MARKED = "_posswap_marked"
 """Attribute of a swapped model: the weights that its checkpoints show as marked, by name, and their dimensions."""
@@ -77,7 +80,7 @@ def run_by(runtime: Runtime) -> None:
     _runtime[:] = [runtime]
 
 
-def native_class(cls: Any) -> Any:
+def native_class(cls: type) -> Any:
     """Return the stock class of a swapped class; any other class is its own."""
     return getattr(cls, "posswap_native", cls)
 
@@ -148,12 +151,12 @@ class SwappedModel(LoadingHooks):
         finally:
             _saving.reset(token)
 
-    def get_adapter_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def get_adapter_state_dict(self, *args: object, **kwargs: object) -> Any:
         """Return the weights of an adapter that transformers put in; marked where they are to be saved."""
         weights = self.posswap_native.get_adapter_state_dict(self, *args, **kwargs)
         return _marked_adapter(self, weights) if _saving.get() else weights
 
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+    def load_adapter(self, *args: object, **kwargs: object) -> Any:
         """Put an adapter in, as transformers does, unless it was trained on a base with another mechanism.
 
         Raises:
@@ -175,11 +178,11 @@ class SwappedModel(LoadingHooks):
         return native(**{**given, **more})
 
     @classmethod
-    def posswap_conversions(cls, model: Any) -> list[Any]:  # saving does not undo them: it marks by itself
+    def posswap_conversions(cls, model: nn.Module) -> list[Any]:  # saving does not undo them: it marks by itself
         return list(unmarking(sorted({name for _, inner in _models_sharing_config(model) for name in _marked(inner)})))
 
     @classmethod
-    def posswap_loaded(cls, model: Any) -> None:
+    def posswap_loaded(cls, model: nn.Module) -> None:
         _runtime[0].freeze(model)
 
 
@@ -210,7 +213,7 @@ def _subclass(base: type, native: Any, **attributes: Any) -> Any:
     return made
 
 
-def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
+def take_swapped_class(model: nn.Module, attention: Iterable[str]) -> None:
     """Make a model whose swap only hf_posswap runs, and its base model, instances of their swapped classes.
 
     Other swapped transformers models inside it become instances of their part classes.
@@ -233,7 +236,7 @@ def take_swapped_class(model: Any, attention: Iterable[str]) -> None:
         give_class(inner, swapped_class(native_class(type(inner))))
 
 
-def leave_swapped_class(model: Any) -> None:
+def leave_swapped_class(model: nn.Module) -> None:
     """Restore the classes of a model, its base model and its submodules."""
     for path in _inner_models(model):
         if is_part(inner := model.get_submodule(path)):
@@ -299,7 +302,7 @@ after_import(
 )
 
 
-def _record_of(config: Any, native: Any) -> SwapRecord:
+def _record_of(config: PreTrainedConfig, native: Any) -> SwapRecord:
     if getattr(config, "posswap", None) is None:
         raise RecordError(
             f"{architecture_of(native.__name__)} is the class of swapped models, and this {type(config).__name__} "
@@ -315,7 +318,7 @@ def _models_sharing_config(model: Any) -> list[tuple[str, Any]]:
     return [("", model), *([(f"{model.base_model_prefix}.", base)] if inner else [])]
 
 
-def _inner_models(model: Any) -> list[str]:
+def _inner_models(model: nn.Module) -> list[str]:
     """Return the paths of the transformers models in `model`, but for its base model, where that shares its config."""
     from transformers import PreTrainedModel
 
@@ -398,18 +401,18 @@ class SwappedPart(LoadingHooks):
         )
 
 
-def is_part(model: Any) -> bool:
+def is_part(model: nn.Module) -> bool:
     """Return whether `model` is a submodel of a swapped model, without its own record."""
     return isinstance(model, SwappedPart)
 
 
-def give_part_class(module: Any) -> None:
+def give_part_class(module: nn.Module) -> None:
     """Make a submodel of a swapped model an instance of its part class."""
     cls: Any = type(module)
     give_class(module, swapped_part_class(cls))
 
 
-def leave_part_class(module: Any) -> None:
+def leave_part_class(module: nn.Module) -> None:
     """Restore the class of a submodel of a swapped model."""
     give_class(module, module.posswap_native)
 
@@ -423,17 +426,17 @@ def swapped_part_class(native: Any) -> Any:
 class _ReachedSwapError(BaseException):
     """Ends a constructor of the user's own where it would patch `model`, which it builds to plan that very patch."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
 
-def build_native(model: Any, config: Any) -> Any:
+def build_native(model: nn.Module, config: Any) -> Any:
     """Return a fresh model of the class that `model` had before any swap, for a native `config`; see `build_class`."""
     return build_class(native_class(type(model)), config)
 
 
-def build_class(cls: Any, config: Any) -> Any:
+def build_class(cls: type, config: PreTrainedConfig) -> Any:
     """Return a fresh model of a stock class, or of a subclass of one, for a native `config`.
 
     Where the class patches itself in its constructor, the model is returned as it is before that.
@@ -447,7 +450,7 @@ def build_class(cls: Any, config: Any) -> Any:
         _building.reset(token)
 
 
-def stop_if_building(model: Any) -> None:
+def stop_if_building(model: nn.Module) -> None:
     """End the construction of `model` here, where it is one that `build_class` makes."""
     if _building.get() is type(model):
         raise _ReachedSwapError(model)

@@ -15,7 +15,7 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION, attention_implementation
 from hf_posswap.compat.transformers_models import give_config_class
@@ -26,6 +26,9 @@ from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.base import scheme_class
 from hf_posswap.schemes.common.places import STRIDE
 from hf_posswap.utils.result_views import ResultView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LONGEST = 2**26
 """The most tokens that a swapped model may be meant for: buffers with one entry a position are made of this length."""
@@ -78,11 +81,11 @@ def check_record(values: dict[str, Any]) -> None:
         _check_scheme(scheme, f"stacks.{name}", 1, imports)
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LONGEST
 
 
-def _is_image_size(value: Any) -> bool:
+def _is_image_size(value: object) -> bool:
     sides = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
     return all(type(side) is int and 1 <= side < STRIDE for side in sides)
 
@@ -125,7 +128,7 @@ _ORIGINAL: dict[str, _Rule] = {
 }
 
 
-def _need(good: bool, where: str, value: Any, expected: str) -> None:
+def _need(good: bool, where: str, value: object, expected: str) -> None:
     if not good:
         raise RecordError(f"config.posswap: {where} must be {expected}, got {reprlib.repr(value)}.")
 
@@ -159,7 +162,7 @@ def _check_keys(where: str, value: dict[Any, Any]) -> None:
         _need(bool(plain), f"{where or 'the record'}: each key", key, "a plain name")
 
 
-def _check_leaf(where: str, value: Any) -> None:
+def _check_leaf(where: str, value: object) -> None:
     """Check a value that is neither object nor list."""
     if value is None or isinstance(value, bool):
         return
@@ -172,7 +175,7 @@ def _check_leaf(where: str, value: Any) -> None:
         _need(bool(plain), where, value, "a number, true, false, null, or a plain word (no path, at most 128 letters)")
 
 
-def _check_scheme(value: Any, where: str, depth: int, imports: dict[str, str]) -> None:
+def _check_scheme(value: object, where: str, depth: int, imports: dict[str, str]) -> None:
     """Check `value` and the schemes inside it, the innermost first: each is an object with a `name`."""
     if not isinstance(value, dict | list | tuple):
         return
@@ -327,7 +330,7 @@ def native_config_class(config: Any) -> type:
     return getattr(type(config), "posswap_native", type(config))
 
 
-def without_record(config: Any) -> Any:
+def without_record(config: PreTrainedConfig) -> Any:
     """Return a copy of a swapped `config`, of its native class, without hf_posswap's record.
 
     Its values are those of the swapped model: of a native swap they are what stock code runs.

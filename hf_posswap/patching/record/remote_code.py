@@ -12,13 +12,16 @@ import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import family_of
 from hf_posswap.schemes.base import scheme_class
 from hf_posswap.utils.threads import once
 from hf_posswap.versions import tested
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ENTRY = "modeling_posswap"
 """Name of the module that config.json names under `auto_map`."""
@@ -106,7 +109,7 @@ for _name in SOURCES:
 """
 
 
-def code_files(config: Any) -> dict[str, str]:
+def code_files(config: PreTrainedConfig) -> dict[str, str]:
     """Return name and source of the code file that a plugin checkpoint of `config` needs.
 
     Raises:
@@ -124,7 +127,7 @@ def code_files(config: Any) -> dict[str, str]:
     return {f"{ENTRY}.py": _bundle(sorted(_scheme_names([config.posswap, *natives])))}
 
 
-def _scheme_names(value: Any) -> set[str]:
+def _scheme_names(value: object) -> set[str]:
     """Return the names of all schemes in a record, or in a scheme: one may hold others."""
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     named = {value["name"]} if isinstance(value, dict) and "name" in value else set()

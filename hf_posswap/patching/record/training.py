@@ -128,27 +128,27 @@ def plain_name(name: str) -> str:
     return _UNPLAIN.sub("_", name)[:128] or "unnamed"
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(_TEXT.fullmatch(value))
 
 
-def _is_digest(value: Any) -> bool:
+def _is_digest(value: object) -> bool:
     return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
 
 
-def _is_digest_or_none(value: Any) -> bool:
+def _is_digest_or_none(value: object) -> bool:
     return value is None or _is_digest(value)
 
 
-def _is_versions(value: Any) -> bool:
+def _is_versions(value: object) -> bool:
     return isinstance(value, dict) and len(value) <= _MOST_LENGTHS and all(map(_is_text, (*value, *value.values())))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_losses(value: Any) -> bool:
+def _is_losses(value: object) -> bool:
     if not isinstance(value, dict) or len(value) > _MOST_LENGTHS:
         return False
     keys = all(isinstance(key, str) and _LENGTH.fullmatch(key) for key in value)

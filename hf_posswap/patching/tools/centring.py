@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CENTRED = "_posswap_centred"
 """Attribute of a model whose token embeddings include the mean of its table, unlike those in its checkpoint."""
 _PROBED = 16
@@ -24,7 +27,7 @@ _ALLOWED = 1e-3
 
 @alone(parameters=False)
 @torch.no_grad()
-def centre_table(model: Any) -> Tensor:
+def centre_table(model: PreTrainedModel) -> Tensor:
     """Move the mean row of the position table of `model` into its token embeddings, and return that row [E].
 
     For all rows p and all tokens t: p' = p - mean, t' = t + mean. The model only sees the sum of both, which does not
@@ -72,7 +75,7 @@ def centre_table(model: Any) -> Tensor:
     return mean
 
 
-def check_centring(model: Any) -> None:
+def check_centring(model: PreTrainedModel) -> None:
     """Refuse a `model` that `centre_table` does not support; raises its errors, but does not compare outputs.
 
     The model may be on meta: it is to be loaded in its dtype.
@@ -80,7 +83,7 @@ def check_centring(model: Any) -> None:
     _checked_weights(unwrap(model), runs=False)
 
 
-def _checked_weights(model: Any, *, runs: bool = True) -> tuple[Stack, Tensor, Tensor]:
+def _checked_weights(model: PreTrainedModel, *, runs: bool = True) -> tuple[Stack, Tensor, Tensor]:
     if getattr(model, "_posswap", None) is not None:
         raise AlreadyPatchedError(
             f"{type(model).__name__} carries a swap: call centre_table before patch_model, or unpatch_model first."
@@ -119,7 +122,7 @@ def _weights(model: Any, *, runs: bool = True) -> tuple[Stack, Tensor, Tensor]:
     return stack, table, embeddings
 
 
-def _scale(model: Any) -> float:
+def _scale(model: PreTrainedModel) -> float:
     """Return the factor on the token embeddings before the table is added."""
     return float(getattr(model.get_input_embeddings(), "embed_scale", None) or 1.0)
 

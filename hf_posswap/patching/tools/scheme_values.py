@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,11 +22,14 @@ from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import RNoPE
 from hf_posswap.schemes.nope import NoPE, NoPEMechanism
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 M = TypeVar("M", bound=nn.Module)
 
 
 @alone(parameters=False)
-def set_blend(model: Any, weight: float) -> None:
+def set_blend(model: PreTrainedModel, weight: float) -> None:
     """Set the weight of the new mechanism in a model patched with `blend`, and update the record in its config.
 
     Args:
@@ -111,7 +114,7 @@ def _set_schemes(target: Any, schemes: dict[str, Scheme]) -> None:
     target.config.posswap = target._posswap.plan.record.to_dict()
 
 
-def _blend_plan(target: Any) -> SwapPlan:
+def _blend_plan(target: object) -> SwapPlan:
     patch = getattr(target, "_posswap", None)
     if patch is None or not all(isinstance(scheme, Blend) for scheme in patch.plan.schemes.values()):
         carried = "no swap" if patch is None else patch.plan.named
@@ -151,7 +154,7 @@ def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> Non
             into[name].copy_(value)
 
 
-def logit_scale_of(model: Any) -> float:
+def logit_scale_of(model: PreTrainedModel) -> float:
     """Return c of a model that was patched with `NoPE(logit_scale=...)` or `RNoPE(logit_scale=...)`.
 
     Raises:
@@ -162,7 +165,7 @@ def logit_scale_of(model: Any) -> float:
 
 
 @alone(parameters=False)
-def set_logit_scale(model: Any, logit_scale: float) -> None:
+def set_logit_scale(model: PreTrainedModel, logit_scale: float) -> None:
     """Set c of 1 + c ln s, which multiplies the attention scores of layers without positions, and update the record.
 
     Args:
@@ -195,7 +198,7 @@ def set_logit_scale(model: Any, logit_scale: float) -> None:
     _set_schemes(target, {**plan.schemes, name: scheme})
 
 
-def _plan_with_scale(model: Any) -> SwapPlan:
+def _plan_with_scale(model: PreTrainedModel) -> SwapPlan:
     target: Any = unwrap(model)
     patch = getattr(target, "_posswap", None)
     scheme = None if patch is None else patch.plan.scheme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from hf_posswap.patching.sites.embedding.patch_edits import AnyImageSize
 from hf_posswap.patching.verify.probe import Expected, NoEffectSeen, Noise, Probe, gap
 from hf_posswap.schemes.common.table import GridTable
 from hf_posswap.schemes.learned import Learned2D
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 Size = tuple[int, int]
 
@@ -39,13 +43,13 @@ class PatchProbe(Probe):
     native: Tensor
     order: Tensor
 
-    def run(self, model: Any) -> Tensor:
+    def run(self, model: nn.Module) -> Tensor:
         return self._states(model, self.pixels)
 
-    def again(self, model: Any) -> float:
+    def again(self, model: PreTrainedModel) -> float:
         return gap(self.run(model), self.run(model))
 
-    def moved(self, model: Any, noise: Noise) -> dict[str, str]:
+    def moved(self, model: PreTrainedModel, noise: Noise) -> dict[str, str]:
         return {"order of patches": self._shuffled(model, noise), "other image size": self._other_size(model)}
 
     def expected(self, model: Any) -> Expected:
@@ -53,7 +57,7 @@ class PatchProbe(Probe):
         kept = isinstance(scheme, Learned2D) and scheme.grid(geometry) == geometry.grid()
         return "same" if kept else "different"
 
-    def comparable(self, model: Any) -> Tensor:
+    def comparable(self, model: PreTrainedModel) -> Tensor:
         return self._states(model, self.native)
 
     def _states(self, model: Any, pixels: Tensor) -> Tensor:
@@ -91,14 +95,14 @@ class PatchProbe(Probe):
         )
         return mixed
 
-    def _is_even(self, model: Any) -> bool:
+    def _is_even(self, model: nn.Module) -> bool:
         """Return whether the table gives each patch the same row."""
         table = tensor_at(model, self.stack.table_path or "")
         assert table is not None
         rows = table.flatten(0, -2)[self.stack.geometry.prefix_tokens :]
         return torch.equal(rows, rows[:1].expand_as(rows))
 
-    def _other_size(self, model: Any) -> str:
+    def _other_size(self, model: PreTrainedModel) -> str:
         geometry, (high, wide) = self.stack.geometry, _size(self.other)
         states = self._states(model, self.other)
         rows, columns = geometry.grid((high, wide))

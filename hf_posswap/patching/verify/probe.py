@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from torch import Tensor
 from hf_posswap.compat.transformers_attention import attention_implementation, can_choose_attention, supports_sdpa
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.schemes.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 LARGEST_COPY = 2**28
 """Parameters of the largest model that is copied to float64: 2 GiB. What is larger is trained, and no weak model."""
@@ -37,7 +41,7 @@ class Noise:
     most: float
 
 
-def noise_of(model: Any, largest: float, again: float, precision: torch.dtype) -> Noise:
+def noise_of(model: PreTrainedModel, largest: float, again: float, precision: torch.dtype) -> Noise:
     """Return the noise of `model`, whose logits are up to `largest`.
 
     A swap without effect, whose tokens come in another order, was measured to move them by up to 3 roundings (models of
@@ -56,7 +60,7 @@ def noise_of(model: Any, largest: float, again: float, precision: torch.dtype) -
     return Noise(max((1e4 * eps if _is_fine(model) else 2 * torch.finfo(torch.float32).eps) * largest, 4 * again), most)
 
 
-def finer(model: Any) -> Any:
+def finer(model: PreTrainedModel) -> Any:
     """Return a copy of a swapped `model` with its weights in float64; None where it is too large, or fine already."""
     weights = list(model.parameters())
     whole = not any(weight.is_meta for weight in weights) and all(weight.is_floating_point() for weight in weights)
@@ -69,7 +73,7 @@ def finer(model: Any) -> Any:
     return copied
 
 
-def _is_fine(model: Any) -> bool:
+def _is_fine(model: PreTrainedModel) -> bool:
     """Return whether a copy in float64 computes all of its scores so."""
     splits = any(module.splits for module in model.modules() if isinstance(module, Mechanism))
     return attention_implementation(model.config) == "sdpa" and not splits
@@ -82,15 +86,15 @@ class Probe(ABC):
     """What `run` gives, in words."""
 
     @abstractmethod
-    def run(self, model: Any) -> Tensor:
+    def run(self, model: nn.Module) -> Tensor:
         """Return the outputs on an input that shows slow angles as well, float32."""
 
     @abstractmethod
-    def again(self, model: Any) -> float:
+    def again(self, model: PreTrainedModel) -> float:
         """Return how far the outputs move when the same is run twice."""
 
     @abstractmethod
-    def moved(self, model: Any, noise: Noise) -> dict[str, str]:
+    def moved(self, model: PreTrainedModel, noise: Noise) -> dict[str, str]:
         """Return by the name of each check what was found when positions, or the order of the input, change.
 
         Raises:
@@ -99,11 +103,11 @@ class Probe(ABC):
         """
 
     @abstractmethod
-    def expected(self, model: Any) -> Expected:
+    def expected(self, model: PreTrainedModel) -> Expected:
         """Return how the outputs must compare with the unswapped model's."""
 
     @abstractmethod
-    def comparable(self, model: Any) -> Tensor:
+    def comparable(self, model: PreTrainedModel) -> Tensor:
         """Return the outputs on an input that the unswapped model takes too."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from hf_posswap.schemes.mechanism import Mechanism, by_head
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.sum import Native, Sum, SumMechanism, Together
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
 
 
@@ -60,10 +63,10 @@ class TokenProbe(Probe):
     passed_on: bool
     features: Tensor | None
 
-    def run(self, model: Any) -> Tensor:
+    def run(self, model: nn.Module) -> Tensor:
         return self.at(model, self.far)
 
-    def again(self, model: Any) -> float:
+    def again(self, model: PreTrainedModel) -> float:
         return gap(self.at(model, self.near), self.at(model, self.near))
 
     def moved(self, model: Any, noise: Noise) -> dict[str, str]:
@@ -80,7 +83,7 @@ class TokenProbe(Probe):
         at = self._compared - swap.plan.sites.first_position
         return "same" if all(is_kept(model, swap, stack, at) for stack in stacks) else "different"
 
-    def comparable(self, model: Any) -> Tensor:
+    def comparable(self, model: PreTrainedModel) -> Tensor:
         return self.at(model, self._compared)
 
     @property
@@ -88,13 +91,15 @@ class TokenProbe(Probe):
         """The positions at which the swapped model is compared with the unswapped one, which may drop others."""
         return self.near if self.passed_on else self.far
 
-    def at(self, model: Any, positions: Tensor, ids: Tensor | None = None, encoder_ids: Tensor | None = None) -> Tensor:
+    def at(
+        self, model: nn.Module, positions: Tensor, ids: Tensor | None = None, encoder_ids: Tensor | None = None
+    ) -> Tensor:
         """Return the logits at `positions`, of `ids` where they are given; of two stacks, the last hidden states."""
         ids = self.ids if ids is None else ids
         given = {} if self.position_argument is None else {self.position_argument: positions}
         return self._outputs(model, ids, encoder_ids, torch.ones_like(ids), given)
 
-    def shifted(self, model: Any, by: int) -> Tensor:
+    def shifted(self, model: nn.Module, by: int) -> Tensor:
         """Return what `at` does where every position is larger by `by`."""
         if self.position_argument is not None:
             return self.at(model, self.near + by)
@@ -245,7 +250,7 @@ def _blind(scheme: Scheme, geometry: Geometry) -> Scheme | None:
     return scheme if scheme.kind == "none" else None
 
 
-def _is_even(model: Any, probe: TokenProbe) -> bool:
+def _is_even(model: nn.Module, probe: TokenProbe) -> bool:
     """Return whether `model` has a bias on its scores that is equal for all keys."""
     biases = [m.bias(probe.far, probe.far) for m in model.modules() if isinstance(m, Mechanism) and m.biases]
     return bool(biases) and all(torch.equal(bias, bias[..., :1].expand_as(bias)) for bias in biases)
@@ -296,7 +301,7 @@ def is_kept(model: Any, swap: AppliedSwap, stack: Stack, positions: Tensor) -> b
     return all(_same_angles(native, each, stack) for native in natives for each in schemes)
 
 
-def _at_work(scheme: Scheme, model: Any, swap: AppliedSwap, stack: Stack, positions: Tensor) -> Scheme:
+def _at_work(scheme: Scheme, model: nn.Module, swap: AppliedSwap, stack: Stack, positions: Tensor) -> Scheme:
     """Return `scheme` without what does nothing at `positions`: a bias of zeros, a query scale of 1."""
     table, within = (scheme.table, scheme.inside) if isinstance(scheme, Together) else (None, scheme)
     if table is None and not isinstance(scheme, Sum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from hf_posswap.patching.verify.token_probe import token_probe
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +50,7 @@ class Verification(ResultView):
         )
 
 
-def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
+def verify_swap(model: PreTrainedModel, *, tokens: int = 12, seed: int = 0) -> Verification:
     """Prove that the swap of `model` is in force: its structure, and its behaviour on a small random input.
 
     Checks that every edit of the plan stands, with the planned frequencies, slopes and frozen tables; that the logits
@@ -84,7 +87,7 @@ def verify_swap(model: Any, *, tokens: int = 12, seed: int = 0) -> Verification:
         return Verification(checks | behaviour(target, tokens, seed))
 
 
-def behaviour(model: Any, tokens: int, seed: int) -> dict[str, str]:
+def behaviour(model: PreTrainedModel, tokens: int, seed: int) -> dict[str, str]:
     """Run a copy of a swapped `model` that shares its weights, and return the result of each check.
 
     Raises:
@@ -127,7 +130,7 @@ def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[
     return {"finite": f"{probe.outputs} up to {largest:.3g}", "unswapped model": unswapped, **moved}
 
 
-def copy_sharing_weights(model: Any) -> Any:
+def copy_sharing_weights(model: PreTrainedModel) -> Any:
     """Return a copy of `model` that shares its parameters and buffers: only its structure is copied.
 
     A forward that another library put on a module, as TRL does, runs the copy; accelerate's autocast is left out.

@@ -200,7 +200,7 @@ def _pairs(segments: tuple[Segment, ...]) -> int:
 
 
 def seen_segments(
-    query: Tensor, keys: int, mask: Any, memo: ForwardMemo, *, causal: bool
+    query: Tensor, keys: int, mask: Tensor | None, memo: ForwardMemo, *, causal: bool
 ) -> tuple[Segment, ...] | None:
     """Return what `query` [B, H, Q, D] sees of `keys` keys, without positions; None: that is not told by segments.
 

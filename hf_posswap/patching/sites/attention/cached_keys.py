@@ -11,7 +11,7 @@ hand, or put in another order, are refused, as nothing tells where those that ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from hf_posswap.compat.transformers_calls import (
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes.common.piece import Keys
 from hf_posswap.schemes.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 UNKNOWN = (
     "What works: fill the cache by this model from its first token on, or pass the whole text at once "
@@ -97,7 +100,7 @@ class PositionedLayer:
         self.keep_keys(intact=intact)
         return result
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
+    def crop(self, *args: object, **kwargs: object) -> None:
         """Remove the last tokens."""
         intact = is_intact(self)
         super().crop(*args, **kwargs)  # type: ignore[misc]
@@ -221,7 +224,7 @@ def is_intact(layer: Any) -> bool:
     return keys.shape[-2] <= left.shape[-2] and (*keys.shape[:-2], keys.shape[-1]) == (*left.shape[:-2], left.shape[-1])
 
 
-def watch(cache: Any, layer_idx: int) -> None:
+def watch(cache: Cache, layer_idx: int) -> None:
     """Look whether another hand replaced the keys of a layer, which from now on knows what it left.
 
     Args:
@@ -244,7 +247,7 @@ def watch(cache: Any, layer_idx: int) -> None:
         raise PosswapError(CHANGED.format(layer=layer_idx, shapes=shapes))
 
 
-def record(cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
+def record(cache: Cache, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
     """Keep the positions of new tokens with a cache that is about to take them; return those of all its keys.
 
     To do so once more in the same forward changes nothing.
@@ -300,7 +303,7 @@ def _check_as_many(keeper: Any, layer_idx: int, past: Any, query: Tensor) -> Non
         raise PosswapError(CHANGED.format(layer=layer_idx, shapes=shapes))
 
 
-def _keeper(cache: Any, layer_idx: int) -> Any:
+def _keeper(cache: Cache, layer_idx: int) -> Any:
     """Return the layer of `cache` that keeps positions for layers like `layer_idx`: that one, where none does yet."""
     layer = _layer(cache, layer_idx)
     for other in cache.layers:
@@ -310,14 +313,14 @@ def _keeper(cache: Any, layer_idx: int) -> Any:
     return layer if isinstance(layer, PositionedLayer) else _positioned(cache, layer_idx)
 
 
-def _layer(cache: Any, layer_idx: int) -> Any:
+def _layer(cache: Cache, layer_idx: int) -> Any:
     """Return a layer of `cache`, which may not have come to it yet."""
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())  # as its own update does
     return cache.layers[layer_idx]
 
 
-def _positioned(cache: Any, layer_idx: int) -> Any:
+def _positioned(cache: Cache, layer_idx: int) -> Any:
     """Replace a layer that does not keep positions by one that does; return it."""
     layer = cache.layers[layer_idx]
     keeper: Any = object.__new__(positioned_class(type(layer)))
@@ -329,7 +332,7 @@ def _positioned(cache: Any, layer_idx: int) -> Any:
     return keeper
 
 
-def evictable_layer(cache: Any, layer_idx: int) -> Any:
+def evictable_layer(cache: Cache, layer_idx: int) -> Any:
     """Return a layer of `cache` that can keep positions, put in its place if it could not."""
     layer = cache.layers[layer_idx]
     return layer if hasattr(layer, "posswap_keeps_positions") else _positioned(cache, layer_idx)
@@ -386,7 +389,7 @@ def _foreign(past: int, query: Tensor, *, is_evicted: bool = False) -> Tensor:
     return index[:, :past]
 
 
-def _write(keeper: Any, cache: Any, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
+def _write(keeper: Any, cache: Cache, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
     """Write the positions of new tokens to their places in a static layer; return those of all places."""
     past, stored = cache.get_seq_length(layer_idx), keeper.posswap_positions
     if stored is None or (isinstance(past, int) and past == 0):
@@ -415,7 +418,7 @@ def _same_rows(known: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     return known.expand(rows, -1), query.expand(rows, -1)
 
 
-def evict_keys(cache: Any, keep: Tensor) -> None:
+def evict_keys(cache: Cache, keep: Tensor) -> None:
     """Keep some keys and values of a cache, the same in all layers and heads, and remove the others.
 
     Plain eviction (`layer.keys = layer.keys[:, :, keep]`) leaves wrong positions for schemes that need those of keys,
@@ -462,7 +465,7 @@ def evict_keys(cache: Any, keep: Tensor) -> None:
         layer.keep_keys(intact=True)
 
 
-def _layers(cache: Any) -> list[Any]:
+def _layers(cache: Cache) -> list[Any]:
     """Return the layers of a cache, whose keys can be chosen from.
 
     Raises:

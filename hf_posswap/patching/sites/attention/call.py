@@ -132,7 +132,7 @@ class AttentionCall:
             shared=self._once(),
         )
 
-    def _layout(self, query: Tensor, keys: int, mask: Any, *, causal: bool) -> Layout | None:
+    def _layout(self, query: Tensor, keys: int, mask: Tensor | None, *, causal: bool) -> Layout | None:
         """Return what `query` [B, H, Q, D] sees of `keys` keys."""
         seen = seen_segments(query, keys, mask, self.memo, causal=causal)
         if seen is None:
@@ -145,7 +145,7 @@ class AttentionCall:
             return self._shared
         values: dict[Any, Any] = {}
 
-        def shared(name: Any, make: Callable[[], Any]) -> Any:
+        def shared(name: str, make: Callable[[], Any]) -> Any:
             if name not in values:
                 values[name] = make()
             return values[name]
@@ -167,7 +167,7 @@ class AttentionCall:
             return None
         return self._shared("bias", lambda: self.mechanism.bias(self.span.query, self.span.key))
 
-    def biased_mask(self, mask: Any, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Tensor:
+    def biased_mask(self, mask: Tensor | None, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what `make` makes of the bias: of a step's one query once for all layers that see `mask`.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from hf_posswap.patching.sites.attention.positions import check_fits, check_not_
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.places import places_of
 from hf_posswap.schemes.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COORDINATES = "posswap_coordinates"
 """Keyword argument by which attention modules are given the coordinates of their tokens."""
@@ -90,7 +93,7 @@ class PositionHook:
             args, kwargs = _with(args, kwargs, slot, cache_view(cache, call.written))
         return args, kwargs
 
-    def check_used(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def check_used(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: Any) -> None:
         """Check after a forward of `module` that it attended through the attention function that it was told of.
 
         Raises:
@@ -132,7 +135,7 @@ def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise UnsupportedSwapError(f"{type(module).__name__}: {error}") from error
 
 
-def _with(args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str, value: Any) -> tuple[Any, Any]:
+def _with(args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str, value: object) -> tuple[Any, Any]:
     """Return arguments of a call with another one at `slot`."""
     if isinstance(slot, str):
         return args, {**kwargs, slot: value}
@@ -184,7 +187,7 @@ class StartHook:
             return None
         return (), {**given, "position_ids": position_ids}  # it passes its ids on to its attention
 
-    def stop(self, module: nn.Module, *_: Any) -> None:
+    def stop(self, module: nn.Module, *_: object) -> None:
         """End a forward of `module`.
 
         Raises:
@@ -250,14 +253,14 @@ class AddMechanism(PluginOnly, TouchesModule):
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
         keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         remove_hooks(saved)
         owner, leaf = owner_of(model, self.path)
         if saved.pop("added", False) and hasattr(owner, leaf):
             delattr(owner, leaf)
         allow_continuous_batching(model)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         carried: Any = model.get_submodule(self.path)
         mechanism = original_of(carried)
         fresh = self.scheme.mechanism(self.geometry)
@@ -301,21 +304,21 @@ class PatchAttention(PluginOnly, TouchesNothing):
         keep_hooks(saved, module.register_forward_hook(hook.check_used, with_kwargs=True))
         start.carriers.append(self.path.removeprefix(f"{self.entry}.") if self.entry else self.path)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Give the attention module the model's config again, whatever that is by now."""
         remove_hooks(saved)
         module = model.get_submodule(self.path)
         if isinstance(module.config, ConfigView):
             module.config = module.config.native
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         hooked = any(isinstance(hook, PositionHook) for hook in pre_hooks(module))
         good = hooked and isinstance(module.config, ConfigView)
         return None if good else "the attention module does not carry the scheme"
 
 
-def start_hook(model: Any, entry: str) -> StartHook | None:
+def start_hook(model: nn.Module, entry: str) -> StartHook | None:
     """Return the hook by which `AddMechanism` keeps the forwards of the stack that begins at `entry` apart, or None."""
     hooks = pre_hooks(model.get_submodule(entry))
     return next((hook for hook in hooks if isinstance(hook, StartHook)), None)
@@ -367,10 +370,10 @@ class PassCoordinates(PluginOnly, TouchesNothing):
         module = model.get_submodule(self.entry)
         keep_hooks(saved, module.register_forward_pre_hook(CoordinatesHook(self.geometry), with_kwargs=True))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         remove_hooks(saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         hooks = pre_hooks(model.get_submodule(self.entry))
         passed = any(isinstance(hook, CoordinatesHook) for hook in hooks)
         return None if passed else "coordinates are not passed on to attention"

@@ -16,7 +16,7 @@ import copy
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.common.piece import Keys
 from hf_posswap.schemes.mechanism import Mechanism, numbered
 from hf_posswap.utils.devices import as_attended
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Code from a checkpoint has another name: several versions of the package may run in one process.
 ATTENTION_NAME = "posswap" if __name__.startswith("hf_posswap.") else f"posswap_{zlib.crc32(__name__.encode()):08x}"
@@ -71,7 +74,7 @@ class ConfigView:
             raise AttributeError(name)
         return getattr(self.native, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.native, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,7 +141,7 @@ def _watch(call: AttentionCall, query: Tensor, key: Tensor, mask: Any, kwargs: d
         call.mechanism.watch(query, key, kwargs.get("scaling"), mask, kwargs.get("sliding_window"))
 
 
-def _without_scheme(module: Any) -> PosswapError:
+def _without_scheme(module: nn.Module) -> PosswapError:
     return PosswapError(
         f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
         f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
@@ -227,7 +230,7 @@ def has_interface(module: nn.Module) -> bool:
 class _WithConfig:
     """A module, except that its config is the model's own."""
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
+    def __init__(self, module: nn.Module, config: PreTrainedConfig) -> None:
         self._module, self.config = module, config
 
     def __getattr__(self, name: str) -> Any:
@@ -235,7 +238,7 @@ class _WithConfig:
 
 
 def _upcast_eager(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
 ) -> tuple[Tensor, Tensor]:
     return upcast_attention(module, query, key, value, mask)
 

@@ -193,7 +193,7 @@ class AttendThroughInterface(AppliedAgain, TouchesNothing):
             vars(module).pop(name, None)
         give_class(module, saved["native"])
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: nn.Module) -> str | None:
         module = model.get_submodule(self.path)
         if not isinstance(module, self.cls):
             return f"its class is {type(module).__name__} instead of {self.name}"
@@ -212,7 +212,7 @@ class AtPositionZero(nn.Module):
         super().__init__()
         self.native = native
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Return what `native` returns for position 0 everywhere."""
         return self.native(*map(_at_zero, args), **{name: _at_zero(value) for name, value in kwargs.items()})
 
@@ -234,7 +234,7 @@ class StopRotation(PluginOnly, TouchesNothing):
         if isinstance(replaced, AtPositionZero):
             replace_everywhere(model, self.path, replaced.native)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: nn.Module) -> str | None:
         stopped = isinstance(model.get_submodule(self.path), AtPositionZero)
         return None if stopped else "the native rotation is in force again"
 
@@ -251,7 +251,7 @@ class NoRows(NoPositions):
         super().__init__(weight)
         self.width = width
 
-    def forward(self, index: Any = None, *_: Any, **__: Any) -> Tensor:
+    def forward(self, index: Any = None, *_: object, **__: object) -> Tensor:
         """Return zeros, [..., W] for an `index` [...], or one row [1, W] where the model gives no index."""
         if isinstance(index, Tensor):
             return self.weight.new_zeros((*index.shape, self.width), device=index.device)
@@ -280,12 +280,12 @@ class RemoveRows(AppliedAgain, TouchesModule):
     def undo(self, model: Any, saved: Saved) -> None:
         restore_child(model, self.path, saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: nn.Module) -> str | None:
         module = model.get_submodule(self.path)
         empty = isinstance(module, NoRows) and module.is_empty
         return None if empty else "the rows that native positions are made from are still there"
 
-    def check_loaded(self, model: Any) -> str | None:
+    def check_loaded(self, model: nn.Module) -> str | None:
         return not_zero(stored(model.get_submodule(self.path), "weight"))
 
 
@@ -309,7 +309,7 @@ class CopyRows(PluginOnly):
     def undo(self, model: Any, saved: Saved) -> None:
         """Nothing: the mechanism goes as a whole."""
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: nn.Module) -> str | None:
         """Return None: the rows may have been trained since."""
         return None
 
@@ -337,19 +337,19 @@ class LeaveOut(BuiltByConfig, TouchesModule):
             saved["module"].to(neighbour.device, neighbour.dtype)
         setattr(owner, leaf, saved["module"])
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: nn.Module) -> str | None:
         owner, leaf = owner_of(model, self.path)
         actual = getattr(owner, leaf, None)
         return None if actual is None else f"a {type(actual).__name__} is there again"
 
 
-def relative_part(model: Any, stack: Stack) -> RelativePart | None:
+def relative_part(model: nn.Module, stack: Stack) -> RelativePart | None:
     """Return the positions inside the attention of `stack` that are no scheme, or None."""
     relative = None if stack.spec.traits is None else stack.spec.traits.relative
     return relative if relative is not None and relative.is_in(config_at(model.config, stack.config)) else None
 
 
-def relative_choice(model: Any, sites: Sites, choice: Any) -> Any:
+def relative_choice(model: nn.Module, sites: Sites, choice: Any) -> Any:
     """Return "keep" or "drop" for the relative positions of `model`, or None where it has none.
 
     Raises:
@@ -391,7 +391,7 @@ def _paths(context: SwapContext, patterns: tuple[str, ...]) -> Iterator[str]:
     return (join(context.sites.base, path) for pattern in patterns for path in matching(root, pattern))
 
 
-def _parameters_left_out(model: Any, edits: list[Edit]) -> dict[str, int]:
+def _parameters_left_out(model: nn.Module, edits: list[Edit]) -> dict[str, int]:
     """Return the parameters, by name, of what `edits` leave out of `model`: their numbers of elements."""
     paths = [edit.path for edit in edits if isinstance(edit, LeaveOut)]
     parameters = ((path, *item) for path in paths for item in model.get_submodule(path).named_parameters())
@@ -420,7 +420,7 @@ class AllowAttnImplementation(AppliedAgain, TouchesNothing):
         for module in _models(model):
             let_class_choose_attention(module)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: nn.Module) -> str | None:
         return None if can_choose_attention(model) else "its attn_implementation cannot be set any more"
 
 

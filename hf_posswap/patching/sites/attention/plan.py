@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +31,9 @@ from hf_posswap.schemes.layered import Layered, PerLayer
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.sum import Sum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NATIVELY = "what its config expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)"
 _ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
@@ -149,7 +152,7 @@ def _layers(context: SwapContext) -> list[tuple[int, str]]:
     return [(i, path) for i, path in layers if types[_index_in_types(context.model, path)] in replaced]
 
 
-def _index_in_types(model: Any, path: str) -> int:
+def _index_in_types(model: PreTrainedModel, path: str) -> int:
     """Return where `layer_types` of the config says of which type the attention module at `path` is."""
     index = getattr(model.get_submodule(path), "layer_idx", None)
     if not isinstance(index, int):
@@ -238,7 +241,7 @@ def effect_of(mechanism: Mechanism, *, cached: bool) -> str:
     return ", ".join(effects) or "no positions"
 
 
-def refuse_inside(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
+def refuse_inside(model: PreTrainedModel, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
     """Refuse a `scheme`, at work as `mechanism`, that cannot be put inside the attention of `stack`.
 
     Raises:
@@ -271,7 +274,7 @@ _READ = {"arange": (), "relative": ("attention_mask",), "mask": ("attention_mask
 """Arguments of the module that takes the input from which positions are counted, by what the stock class counts."""
 
 
-def _refuse_entry(model: Any, stack: Stack) -> None:
+def _refuse_entry(model: PreTrainedModel, stack: Stack) -> None:
     """Refuse a stack whose input comes by arguments of other names than those that positions are counted from."""
     entry = model.get_submodule(stack.entry)
     names = list(forward_parameters(type(entry)))
@@ -286,7 +289,7 @@ def _refuse_entry(model: Any, stack: Stack) -> None:
         )
 
 
-def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
+def _refuse_altered(model: PreTrainedModel, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
     if not any(module_part.splits for module_part in mechanism.modules() if isinstance(module_part, Mechanism)):
         return
     for path in stack.attention:
@@ -299,7 +302,7 @@ def _refuse_altered(model: Any, stack: Stack, scheme: Scheme, mechanism: Mechani
             )
 
 
-def refuse_without_effect(model: Any, stack: Stack, scheme: Scheme, reached: list[int]) -> None:
+def refuse_without_effect(model: PreTrainedModel, stack: Stack, scheme: Scheme, reached: list[int]) -> None:
     """Refuse a scheme by layer that names a layer without rotation, or that would change nothing.
 
     Args:
@@ -340,7 +343,7 @@ def _is_as_before(scheme: Scheme, geometry: Geometry) -> bool:
     return same and factor and torch.allclose(angles.inv_freq, native_inv_freq, rtol=1e-5, atol=0)
 
 
-def _refuse_unproved(model: Any, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
+def _refuse_unproved(model: PreTrainedModel, sites: Sites, stack: Stack, scheme: Scheme, mechanism: Mechanism) -> None:
     proved, turned = sites.family.attention_proved, sites.family.turning_refused
     model_type = config_at(model.config, stack.config).model_type
     if model_type in turned:
@@ -370,7 +373,7 @@ def _outside(stack: Stack) -> str:
     return "What works: sinusoidal, learned." if stack.table else "No scheme of hf_posswap works here."
 
 
-def _refuse_closed(model: Any, stack: Stack) -> None:
+def _refuse_closed(model: PreTrainedModel, stack: Stack) -> None:
     traits = stack.spec.traits
     for path in stack.attention if traits is None or traits.interface is None else ():
         if not has_interface(model.get_submodule(path)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from hf_posswap.patching.edits.edit import AppliedAgain, PlanDraft, Saved, SwapC
 from hf_posswap.patching.edits.restore import keep_hooks, remove_hooks
 from hf_posswap.patching.sites.attention.cached_keys import record, watch
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 ENTRY_ARGUMENT = "position_ids"
 """What the module that takes a stack's input calls them."""
@@ -89,7 +92,7 @@ class OuterHook:
         self.pending.put(given)
         return (args, {name: value for name, value in kwargs.items() if name != self.argument}) if self.takes else None
 
-    def forget(self, *_: Any) -> None:
+    def forget(self, *_: object) -> None:
         """End a forward, whether it came to its end or not."""
         self.pending.put(None)
 
@@ -134,7 +137,7 @@ class PassPositionIds(AppliedAgain, TouchesNothing):
     takes: bool
     refusal_text: str
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         pending, entry = PendingIds(), None if self.entry is None else model.get_submodule(self.entry)
         names = [] if entry is None else entry_signature(entry)
         # an outer module may pass them on after all, to one that knows them: that shows where they arrive
@@ -151,10 +154,10 @@ class PassPositionIds(AppliedAgain, TouchesNothing):
             hook = OuterHook(pending, ENTRY_ARGUMENT, takes=False, refusal=early)
         keep_hooks(saved, entry.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         remove_hooks(saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         hooks = [hook for path in self.outer for hook in pre_hooks(model.get_submodule(path))]
         outer = sum(isinstance(hook, OuterHook) and hook.argument == self.argument for hook in hooks)
         arrival = () if self.entry is None else pre_hooks(model.get_submodule(self.entry))
@@ -215,7 +218,7 @@ def _pass(
     return PlanDraft(edits=[edit])
 
 
-def _around(model: Any, stack: Stack, argument: str) -> tuple[str, ...]:
+def _around(model: PreTrainedModel, stack: Stack, argument: str) -> tuple[str, ...]:
     """Return the paths of the modules around `stack` that take `argument` and may drop it."""
     names = stack.entry.split(".") if stack.entry else []
     paths = (".".join(names[:depth]) for depth in range(len(names)))
@@ -302,7 +305,7 @@ def _tokens(given: dict[str, Any]) -> Tensor | None:
     return given.get("inputs_embeds") if ids is None else ids
 
 
-def _shown_keys(mask: Any) -> Tensor | None:
+def _shown_keys(mask: Tensor | None) -> Tensor | None:
     """Return which keys a mask shows to any query, bool [B, K]; None: it does not say.
 
     Args:
@@ -383,7 +386,7 @@ def find_span(
     return memo.shared(key, make) if memo.knows(cache, position_ids) else make(None)
 
 
-def _check_agrees(cache: Any, queries_end: int, keys_end: int) -> None:
+def _check_agrees(cache: Cache, queries_end: int, keys_end: int) -> None:
     """Refuse a cache by which the last of the new tokens stands behind the last key, which is its own."""
     if queries_end > keys_end:
         raise PosswapError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from hf_posswap.patching.edits.settings import BufferEdit
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.patching.sites.embedding.table_edits import unfitted
 from hf_posswap.schemes.common.table import GridTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROWS_METHOD = "interpolate_pos_encoding"
 """The name in transformers of the method that returns the rows, and of the argument that enables it."""
@@ -114,17 +117,17 @@ class _PatchTableEdit(Edit, ABC):
 
     geometry: Geometry
 
-    def rows(self, model: Any) -> Tensor:
+    def rows(self, model: nn.Module) -> Tensor:
         """Return all current rows, [P, E]."""
         table = tensor_at(model, self.path)
         assert table is not None
         return table.flatten(0, -2)
 
-    def patches(self, model: Any) -> Tensor:
+    def patches(self, model: PreTrainedModel) -> Tensor:
         """Return the current rows of the patches, [R C, E]."""
         return self.rows(model)[self.geometry.prefix_tokens :].detach()
 
-    def replace(self, model: Any, saved: Saved, new: Tensor) -> None:
+    def replace(self, model: nn.Module, saved: Saved, new: Tensor) -> None:
         """Replace the parameter by `new`, which already has the right shape."""
         owner, leaf = owner_of(model, self.path)
         old, order = getattr(owner, leaf), tuple(name for name, _ in owner.named_parameters(recurse=False))
@@ -132,7 +135,7 @@ class _PatchTableEdit(Edit, ABC):
         new = new.to(device=old.device, dtype=old.dtype)
         _put(owner, leaf, nn.Parameter(new, requires_grad=self.trainable and old.requires_grad), order)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Restore the parameter, moved and cast like the model since then, at its old index."""
         if "parameter" in saved:
             owner, leaf = owner_of(model, self.path)
@@ -144,11 +147,11 @@ class _PatchTableEdit(Edit, ABC):
         """Whether the parameter may be trained afterwards."""
         raise NotImplementedError
 
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         """Freeze rows that come from a formula, or zero rows alone; the rows are loaded."""
         self.freeze(model)
 
-    def freeze(self, model: Any) -> None:
+    def freeze(self, model: nn.Module) -> None:
         if not self.trainable:
             table = tensor_at(model, self.path)
             assert table is not None
@@ -169,7 +172,7 @@ class ReplacePatchTable(_PatchTableEdit):
 
     scheme: GridTable
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         old, rows = tensor_at(model, self.path), self.rows(model).detach()
         assert old is not None
         count = self.geometry.prefix_tokens + _count(self.scheme.grid(self.geometry))
@@ -190,7 +193,7 @@ class ReplacePatchTable(_PatchTableEdit):
     def trainable(self) -> bool:
         return self.scheme.trainable
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         rows, grid = self.rows(model), self.scheme.grid(self.geometry)
         count = self.geometry.prefix_tokens + _count(grid)
         if len(rows) != count:
@@ -202,17 +205,17 @@ class ReplacePatchTable(_PatchTableEdit):
         same = holds(self.patches(model), self._formula(model))
         return None if same else "the table differs from its formula"
 
-    def _formula(self, model: Any) -> Tensor:
+    def _formula(self, model: PreTrainedModel) -> Tensor:
         """Return the rows of the patches by the formula of a frozen table, [R C, E]."""
         grid = self.scheme.grid(self.geometry)
         return self.scheme.table(self.patches(model).float().cpu(), grid, grid, self.geometry)
 
-    def check_loaded(self, model: Any) -> str | None:
+    def check_loaded(self, model: PreTrainedModel) -> str | None:
         patches, count = self.patches(model), _count(self.scheme.grid(self.geometry))
         frozen = len(patches) == count and not self.scheme.trainable and holds_values(patches)
         return not_rows(patches, self._formula(model) if frozen else None, count)
 
-    def refusal(self, model: Any) -> str | None:
+    def refusal(self, model: PreTrainedModel) -> str | None:
         return unfitted(self.scheme, self.patches(model), lambda old: self.scheme.fit(old, self.geometry))
 
 
@@ -227,7 +230,7 @@ class RemovePatchTable(_PatchTableEdit):
 
     native: bool
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         old, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
         assert old is not None
         if self.native:
@@ -239,7 +242,7 @@ class RemovePatchTable(_PatchTableEdit):
             new = old.new_zeros(SENTINEL_SHAPE).detach()
         self.replace(model, saved, new)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         table, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
         assert table is not None
         if not holds_values(table):
@@ -248,7 +251,7 @@ class RemovePatchTable(_PatchTableEdit):
         expected = self.geometry.original_length - prefix if self.native else 0 if prefix else 1
         return None if len(left) == expected and not left.any() else "the table of the patches is still there"
 
-    def check_loaded(self, model: Any) -> str | None:
+    def check_loaded(self, model: PreTrainedModel) -> str | None:
         return not_zero(self.patches(model))
 
     @property
@@ -266,13 +269,13 @@ class SetRowIds(BufferEdit):
 
     count: int
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         replace_buffer(model, self.path, self._numbered, saved)
 
-    def _numbered(self, _: Any, old: Tensor) -> Tensor:
+    def _numbered(self, _: object, old: Tensor) -> Tensor:
         return torch.arange(self.count, device=old.device, dtype=old.dtype)[None]
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         count = model.get_buffer(self.path).shape[-1]
         return None if count == self.count else f"it numbers {count} rows instead of {self.count}"
 
@@ -295,18 +298,18 @@ class AnyImageSize(AppliedAgain, TouchesNothing):
     native: tuple[int, int]
     square: bool
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         module = model.get_submodule(self.path)
         setattr(module, ROWS_METHOD, GridRows(module, self.table, self.scheme, self.geometry))
         hook = RowsHook(type(model).__name__, self.geometry, self.native, self.square)
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Restore the method of the module's class."""
         vars(model.get_submodule(self.path)).pop(ROWS_METHOD, None)
         remove_hooks(saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         rows = vars(module).get(ROWS_METHOD)
         has_hook = any(isinstance(hook, RowsHook) for hook in pre_hooks(module))
@@ -314,7 +317,7 @@ class AnyImageSize(AppliedAgain, TouchesNothing):
         return None if good else "the rows of the patches are not those of the scheme"
 
 
-def _put(owner: Any, leaf: str, parameter: nn.Parameter, order: tuple[str, ...]) -> None:
+def _put(owner: nn.Module, leaf: str, parameter: nn.Parameter, order: tuple[str, ...]) -> None:
     """Set a parameter at its index in `order`: optimizers refer to parameters by index."""
     parameters = dict(owner.named_parameters(recurse=False)) | {leaf: parameter}
     for name in order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.table import TableScheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class BlendedTable(nn.Module):
@@ -72,7 +75,7 @@ class BlendedTable(nn.Module):
             return old
         return torch.cat((self.old[: self.offset], old[self.offset :] + self.share * self.new))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return the result of the table's own module for these arguments, with the blended rows."""
         return torch.func.functional_call(self.native, {"weight": self.blended()}, args, kwargs)
 
@@ -111,7 +114,7 @@ class ReplaceTable(TouchesModule):
         rows = self.scheme.table(old[self.offset :], self.rows, self.geometry)
         return torch.cat((old[: self.offset].float().cpu(), rows))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         if "weight" not in saved:
             return
         weight: nn.Parameter = saved["weight"]
@@ -124,7 +127,7 @@ class ReplaceTable(TouchesModule):
             trained.weight = nn.Parameter(weight.detach().clone(), requires_grad=trained.weight.requires_grad)
             trained.num_embeddings = weight.shape[0]
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         embedding = model.get_submodule(self.path)
         weight = stored(embedding, rows_name(embedding))
         if weight.shape[0] != self.rows + self.offset:
@@ -141,22 +144,22 @@ class ReplaceTable(TouchesModule):
         """Return the rows by the formula of a frozen table, [rows, E]."""
         return self.scheme.expected(weight.detach()[self.offset :].float().cpu(), self.geometry)
 
-    def check_loaded(self, model: Any) -> str | None:
+    def check_loaded(self, model: PreTrainedModel) -> str | None:
         weight = stored(model.get_submodule(self.path), "weight").detach()
         fits = len(weight) == self.rows + self.offset
         frozen = fits and not self.scheme.trainable and holds_values(weight)
         return not_rows(weight[self.offset :], self._formula(weight) if frozen else None, self.rows)
 
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         """Freeze rows that come from a formula; the rows are loaded."""
         self.freeze(model)
 
-    def freeze(self, model: Any) -> None:
+    def freeze(self, model: nn.Module) -> None:
         if not self.scheme.trainable:
             embedding = model.get_submodule(self.path)
             getattr(embedding, rows_name(embedding)).requires_grad_(False)
 
-    def refusal(self, model: Any) -> str | None:
+    def refusal(self, model: PreTrainedModel) -> str | None:
         old = stored(model.get_submodule(self.path), "weight")
         return unfitted(self.scheme, old[self.offset :], lambda table: self.scheme.fit(table, self.rows, self.geometry))
 
@@ -200,14 +203,14 @@ class BlendTable(PluginOnly, TouchesModule):
         new = fitted.table(old.detach()[self.offset :], rows, self.geometry).to(old)
         return nn.Parameter(new) if self.scheme.trainable else new
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Restore the old table with its current weights."""
         blended: Any = model.get_submodule(self.path)
         if isinstance(blended, BlendedTable):
             blended.native.weight = blended.old
             replace_everywhere(model, self.path, blended.native)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         if not isinstance(module, BlendedTable):
             return "the table is not in the blend"
@@ -236,15 +239,15 @@ class RemoveTable(AppliedAgain, TouchesModule):
         zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain even if the table is quantised
         replace_child(model, self.path, NoPositions(zeros, saved=not self.computed), saved)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         restore_child(model, self.path, saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         empty = isinstance(module, NoPositions) and module.is_empty
         return None if empty else "the position table is still there"
 
-    def check_loaded(self, model: Any) -> str | None:
+    def check_loaded(self, model: PreTrainedModel) -> str | None:
         return not_zero(table_of(model.get_submodule(self.path)), rows=self.rows)
 
 
@@ -259,7 +262,7 @@ class NoTableRows(NoPositions):
         super().__init__(weight, saved=False)
         mark_initialised(self)  # otherwise transformers fills it like the buffer of its class
 
-    def __getitem__(self, _: Any) -> Tensor:
+    def __getitem__(self, _: object) -> Tensor:
         return self.forward()
 
 
@@ -273,7 +276,7 @@ class RemoveTableBuffer(AppliedAgain, TouchesNothing):
         delattr(owner, leaf)
         owner.add_module(leaf, NoTableRows(buffer.new_zeros(SENTINEL_SHAPE)))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         if "buffer" not in saved:
             return
         owner, leaf = owner_of(model, self.path)
@@ -283,7 +286,7 @@ class RemoveTableBuffer(AppliedAgain, TouchesNothing):
         buffer = old if zero is None or zero.weight.is_meta else old.to(zero.weight)  # device and dtype
         owner.register_buffer(leaf, buffer, persistent=False)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         owner, leaf = owner_of(model, self.path)
         return None if isinstance(getattr(owner, leaf, None), NoTableRows) else "the position table is still there"
 
@@ -302,12 +305,12 @@ class SaveKeys(AppliedAgain, TouchesNothing):
         others = [key for key in unsaved_keys(model) if key not in self.keys]
         saved["keys"] = set_unsaved_keys(model, others)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         """Restore the class's list of keys excluded from checkpoints."""
         if "keys" in saved:
             set_unsaved_keys(model, saved["keys"])
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         left_out = [key for key in self.keys if key in unsaved_keys(model)]
         return f"{', '.join(left_out)} would not be saved" if left_out else None
 
@@ -414,17 +417,17 @@ class GuardLength(AppliedAgain, TouchesNothing):
             replace_buffer(model, path, partial(grown, name=path.rpartition(".")[2], length=length), saved)
         self._watch(model, saved)
 
-    def _watch(self, model: Any, saved: Saved) -> None:
+    def _watch(self, model: nn.Module, saved: Saved) -> None:
         entry = model.get_submodule(self.entry)
         below = tuple(path.removeprefix(self.entry).lstrip(".") for path in self.buffers)
         hook = LengthHook(type(model).__name__, self.capacity, self.offset, self.first, below, entry_signature(entry))
         keep_hooks(saved, entry.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         remove_hooks(saved)
         restore_buffers(model, saved)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         hooks = pre_hooks(model.get_submodule(self.entry))
         watched = any(isinstance(hook, LengthHook) for hook in hooks)
         return None if watched else "the hook that watches the length is gone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
@@ -27,6 +27,10 @@ from hf_posswap.patching.sites.rotary.modules import (
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True, kw_only=True)
 class RebuildRotary(TouchesNothing):
@@ -46,7 +50,7 @@ class RebuildRotary(TouchesNothing):
     geometry: Geometry
     layer_types: tuple[str, ...]
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         old = model.get_submodule(self.path)
         new: Any = rebuilt(old, self._config(model))
         new.config = config_at(model.config, self.part)
@@ -54,12 +58,12 @@ class RebuildRotary(TouchesNothing):
         replace_child(model, self.path, new.to(next(old.buffers()).device), saved)
         self._refuse_batches(model)
 
-    def _refuse_batches(self, model: Any) -> None:
+    def _refuse_batches(self, model: nn.Module) -> None:
         """Make `model` refuse continuous batching if its angles follow the length."""
         if isinstance(self.scheme, RotaryScheme) and self.scheme.length_dependent:
             refuse_continuous_batching(model, ONE_LENGTH)
 
-    def _config(self, model: Any) -> Any:
+    def _config(self, model: nn.Module) -> Any:
         """Return the sub-config that the new module is built from."""
         trial = copy.deepcopy(model.config)
         subconfig = config_at(trial, self.part)
@@ -67,11 +71,11 @@ class RebuildRotary(TouchesNothing):
             setattr(subconfig, name, copy.deepcopy(value))
         return config_at(with_real_dtype(trial, subconfig), self.part)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         restore_child(model, self.path, saved)
         allow_continuous_batching(model)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         if isinstance(self.scheme, RotaryScheme):
             good = all(matches(module, self.scheme, self.geometry, name) for name in self.layer_types)
@@ -79,7 +83,7 @@ class RebuildRotary(TouchesNothing):
             good = turns_nothing(module)
         return None if good else "the rotary module does not have the planned frequencies"
 
-    def reload(self, model: Any) -> None:
+    def reload(self, model: nn.Module) -> None:
         """Protect the angles from casts; transformers has built the module from the new config."""
         rotary = model.get_submodule(self.path)
         rotary.register_forward_pre_hook(KeepAngles(rotary))
@@ -101,18 +105,18 @@ class NeutraliseRotary(PluginOnly, TouchesNothing):
     part: str
     layer_types: tuple[str, ...]
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         native = model.get_submodule(self.path)
         saved["config"] = native.config
         replace_child(model, self.path, NeutralRotary(native, self.layer_types), saved)
         native.config = copy.deepcopy(config_at(model.config, self.part))  # a copy, because the config is edited later
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         restore_child(model, self.path, saved)
         if "config" in saved:
             model.get_submodule(self.path).config = saved["config"]
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         neutral = isinstance(model.get_submodule(self.path), NeutralRotary)
         return None if neutral else "the native rotation is still active"
 
@@ -129,19 +133,19 @@ class KeepRotary(PluginOnly, TouchesNothing):
     part: str
     follows_length: bool
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: nn.Module, saved: Saved) -> None:
         rotary = model.get_submodule(self.path)
         saved["config"] = rotary.config
         rotary.config = copy.deepcopy(config_at(model.config, self.part))
         if self.follows_length:
             refuse_continuous_batching(model, ONE_LENGTH)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: nn.Module, saved: Saved) -> None:
         if "config" in saved:
             model.get_submodule(self.path).config = saved["config"]
         allow_continuous_batching(model)
 
-    def check(self, model: Any) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         rotary = model.get_submodule(self.path)
         if isinstance(rotary, NeutralRotary):
             return "the native rotation is gone"

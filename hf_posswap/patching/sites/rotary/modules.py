@@ -29,7 +29,7 @@ from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
 from hf_posswap.schemes.rope import RotaryScheme
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 RopeValues = dict[str, dict[str, Any]]
 """Rope parameters by layer type; see `families.rope_config`."""
@@ -59,7 +59,7 @@ class NeutralRotary(nn.Module):
         except AttributeError:  # some models read their rotary module's own attributes
             return getattr(super().__getattr__("native"), name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Return the output of `native` without rotation; for one token, as in decoding, the last output is cached."""
         if torch.compiler.is_compiling():
             return self._without_rotation(*args, **kwargs)
@@ -71,7 +71,7 @@ class NeutralRotary(nn.Module):
                 self._last = key, out
         return out
 
-    def _without_rotation(self, *args: Any, **kwargs: Any) -> Any:
+    def _without_rotation(self, *args: object, **kwargs: object) -> Any:
         """Return the output of the native module with the identity rotation.
 
         Raises:
@@ -126,7 +126,7 @@ class KeepAngles:
         lasting = {name: buffer for name, buffer in buffers.items() if "original" in name}
         self.seen = lasting or buffers
 
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if all(getattr(module, name) is buffer for name, buffer in self.seen.items()):
             return
         for name, exact in self.exact.items():
@@ -202,7 +202,7 @@ def turns_nothing(module: nn.Module) -> bool:
     return all(not holds_values(buffer) or not bool(buffer.any()) for buffer in buffers)
 
 
-def running(old: nn.Module, current: Any, config: Any) -> nn.Module | None:
+def running(old: nn.Module, current: Any, config: PreTrainedConfig) -> nn.Module | None:
     """Return a new rotary module of the class of `old` for `config`; None if it cannot be built or does not run.
 
     Args:
@@ -235,7 +235,7 @@ def same_widths(module: nn.Module, old: nn.Module) -> bool:
     return widths == before
 
 
-def keeps(module: nn.Module, old: nn.Module, config: Any, layer_types: tuple[str, ...]) -> bool:
+def keeps(module: nn.Module, old: nn.Module, config: PreTrainedConfig, layer_types: tuple[str, ...]) -> bool:
     """Return whether a rebuilt rotary `module` equals the `old` one for all layer types except `layer_types`."""
     before = rebuilt(old, config)
     others = [name for name in rope_sets(old) if name not in layer_types]
@@ -246,7 +246,7 @@ def keeps(module: nn.Module, old: nn.Module, config: Any, layer_types: tuple[str
     )
 
 
-def with_rope(config: Any, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def with_rope(config: PreTrainedConfig, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the `rope_parameters` of `config` with the rope keys of the sets in `values` replaced.
 
     Args:
@@ -290,19 +290,19 @@ def read_back(config: PreTrainedConfig) -> PreTrainedConfig | None:
         return None
 
 
-def says(config: Any, values: dict[str, dict[str, Any]]) -> bool:
+def says(config: PreTrainedConfig, values: dict[str, dict[str, Any]]) -> bool:
     """Return whether `config` still has `values` after transformers has standardised it: some models override them."""
     actual = {name: parameters_of(config, name) for name in values}
     return all(actual[name].get(key) == value for name, given in values.items() for key, value in given.items())
 
 
-def refused_values(model: Any, stack: Stack, layer_types: tuple[str, ...]) -> dict[str, Any]:
+def refused_values(model: PreTrainedModel, stack: Stack, layer_types: tuple[str, ...]) -> dict[str, Any]:
     """Return config values, by path, that stock transformers refuses, for identity rotations."""
     config = config_at(model.config, stack.config)
     refused = {name: {"rope_type": POSSWAP_ROPE_TYPE, "rope_theta": base_of(config, name)} for name in layer_types}
     return {f"{stack.config}.rope_parameters".lstrip("."): with_rope(config, refused)}
 
 
-def base_of(config: Any, layer_type: str) -> float:
+def base_of(config: PreTrainedConfig, layer_type: str) -> float:
     """Return theta of the layers of one type."""
     return float(parameters_of(config, layer_type).get("rope_theta") or 10000.0)

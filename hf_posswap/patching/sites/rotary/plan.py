@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,6 +41,9 @@ from hf_posswap.patching.sites.rotary.modules import (
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.rope import RotaryScheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def plan_rotary(context: SwapContext) -> PlanDraft:
@@ -164,7 +167,7 @@ class NativeSwap:
     notes: tuple[str, ...]
 
 
-def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> NativeSwap | None:
+def native_swap(model: PreTrainedModel, stack: Stack, scheme: Scheme, length: int) -> NativeSwap | None:
     """Return how a stock config expresses `scheme` in a stack of a rotary model; None if none does.
 
     Raises:
@@ -192,7 +195,7 @@ def native_swap(model: Any, stack: Stack, scheme: Scheme, length: int) -> Native
     return None
 
 
-def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
+def _settings(model: PreTrainedModel, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
     """Return the settings that change with the config `trial`; None if its model cannot be built."""
     try:
         with torch.device("meta"), without_initialising():
@@ -204,7 +207,7 @@ def _settings(model: Any, stack: Stack, trial: Any) -> list[tuple[str, str, Scal
     return settings_to_follow(model, before, after, stack.rotary)
 
 
-def _is_width(module: nn.Module, name: str, old: Any, new: Any) -> bool:
+def _is_width(module: nn.Module, name: str, old: object, new: object) -> bool:
     """Return whether a setting is a rotary width that is read: attention would then split its heads differently."""
     whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
     return whole and any(fragment in name for fragment in ("rot", "dim", "head_size")) and _reads(type(module), name)
@@ -218,7 +221,7 @@ def _reads(cls: type, name: str) -> bool:
     return any(code is not None and name in code.co_names for code in codes)
 
 
-def _candidates(model: Any, stack: Stack, scheme: Scheme) -> list[RopeValues]:
+def _candidates(model: PreTrainedModel, stack: Stack, scheme: Scheme) -> list[RopeValues]:
     """Return candidate rope parameters for the scheme, the most natural first."""
     if not scheme.acts_inside:
         config = config_at(model.config, stack.config)
@@ -247,7 +250,7 @@ def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
     return stack.geometry.original_length if follows else length
 
 
-def _all_follow(model: Any, stack: Stack, scheme: Scheme, config: Any) -> bool:
+def _all_follow(model: PreTrainedModel, stack: Stack, scheme: Scheme, config: PreTrainedConfig) -> bool:
     """Return whether every rotary module of the stack, built from the sub-config `config`, matches the scheme."""
     current = config_at(model.config, stack.config)
     for path in stack.rotary:
