@@ -395,7 +395,8 @@ def _only(name: str, value: object, allowed: tuple[Any, ...]) -> None:
         )
 
 
-MAKERS: dict[str, Callable[[PreTrainedModel, PositionConfig], Contents]] = dict.fromkeys(LLAMA_KIND, _llama) | {
+MAKERS: dict[str, Callable[[PreTrainedModel, PositionConfig], Contents]] = {
+    **dict.fromkeys(LLAMA_KIND, _llama),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "gemma3_text": _gemma3,
