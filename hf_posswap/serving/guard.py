@@ -12,7 +12,7 @@ import torch
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.errors import PositionRangeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import model_class_of
-from hf_posswap.patching.inspect.paged import mechanisms_of, paged_problem
+from hf_posswap.patching.inspect.paged import mechanisms_of, paged_problem, plan_needs_own_attention
 from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import native_config_class
@@ -24,7 +24,7 @@ OLDEST, NEWEST = (0, 32), (0, 32)
 TESTED = "0.32"
 """The tested releases as text."""
 OVERRIDE = "POSSWAP_VLLM_UNTESTED"
-"""The environment variable that allows any version to serve swapped checkpoints."""
+"""The environment variable that allows any version, and any device, to serve swapped checkpoints."""
 
 
 def version_problem(version: str) -> str | None:
@@ -178,6 +178,22 @@ def _option_problem(vllm_config: Any, plan: SwapPlan) -> str | None:
         return "it is served by one device alone (--tensor-parallel-size 1 --pipeline-parallel-size 1)"
     if model.is_moe or model.use_mla:
         return "experts and latent attention (MLA) are not served"
+    return _own_attention_problem(vllm_config) if plan_needs_own_attention(plan) else None
+
+
+def _own_attention_problem(vllm_config: Any) -> str | None:
+    """Return which of vLLM's options is not for a checkpoint whose attention hf_posswap computes, or None."""
+    cache, device = vllm_config.cache_config.cache_dtype, vllm_config.device_config.device_type
+    if cache != "auto":
+        return f"its keys and values are cached in the dtype of the model, not in {cache}: leave --kv-cache-dtype out"
+    if vllm_config.speculative_config is not None:
+        return "guessed tokens are not checked by its attention: leave --speculative-config out"
+    if device != "cpu" and os.environ.get(OVERRIDE) != "1":
+        return (
+            f"hf_posswap computes its attention, in vLLM's CPU build alone so far, and this one runs on {device}. Set "
+            f"{OVERRIDE}=1 to serve it all the same, with --enforce-eager, and compare its answers with those of "
+            "generate"
+        )
     return None
 
 

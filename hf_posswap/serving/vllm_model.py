@@ -9,18 +9,23 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION, attention_function, register_attention_function
 from hf_posswap.compat.transformers_loading import ignore_on_load, ignored_on_load
 from hf_posswap.errors import CheckpointError, ModelInUseError, SwapVerificationError
 from hf_posswap.patching.inspect.describe import model_class_of
-from hf_posswap.patching.inspect.paged import mechanisms_of, slopes_of
+from hf_posswap.patching.inspect.paged import needs_own_attention, slopes_of
 from hf_posswap.patching.record.model_class import MARKED, native_class
 from hf_posswap.patching.record.refusals import stock_name, unmark
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
+from hf_posswap.patching.sites.attention.edits import PatchAttention
 from hf_posswap.patching.sites.attention.function import ConfigView
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.serving.guard import HEAD_NAME, head_name
+from hf_posswap.serving.paged_attention import stored_keys
+from hf_posswap.serving.vllm_backend import scheme_backend
 
 SERVED = "posswap_vllm"
 """The registered name of the attention of served models."""
@@ -39,7 +44,8 @@ def served_attention(
     """Apply the scheme of `module` to q [1, H, T, D] and k [1, G, T, D], then call vLLM's attention.
 
     The T new tokens of all texts of a batch are in one row; each is rotated at its own position, and vLLM caches the
-    rotated keys. A bias by ALiBi's slopes is in the vLLM attention of `module`.
+    rotated keys. A bias by ALiBi's slopes is in the vLLM attention of `module`; what else changes the scores is in the
+    backend of that attention (`vllm_backend`).
 
     Returns:
         The output, [1, T, H, D], and None.
@@ -48,6 +54,8 @@ def served_attention(
     call.used = True
     query, key = call.rotate(query, key)
     query = call.scaled(query)
+    if needs_own_attention(call.mechanism):
+        key = stored_keys(call, key)
     output, _ = attention_function("vllm", None)(module, query, key, value, attention_mask, **kwargs)  # [T, H D]
     return output.view(len(query), query.shape[2], query.shape[1], -1), None
 
@@ -117,12 +125,13 @@ class ServedSwap:
 
     def _get_attn_cls(self) -> Any:
         native = super()._get_attn_cls()  # type: ignore[misc]
-        biased = {
-            f"model.{path}.": slopes_of(mechanism) for path, _, mechanism in mechanisms_of(self.model._posswap.plan)
-        }
+        mechanisms = dict(_mechanisms(self.model))
 
         def attention(*, prefix: str, **kwargs: Any) -> Any:
-            slopes = next((values for path, values in biased.items() if path in prefix), None)
+            mechanism = next((found for path, found in mechanisms.items() if f"model.{path}." in prefix), None)
+            if mechanism is not None and needs_own_attention(mechanism):
+                return native(prefix=prefix, attn_backend=scheme_backend(), mechanism=mechanism, **kwargs)
+            slopes = None if mechanism is None else slopes_of(mechanism)
             if slopes is None:
                 return native(prefix=prefix, **kwargs)
             attention_module = native(prefix=prefix, alibi_slopes=slopes.tolist(), **kwargs)
@@ -131,6 +140,12 @@ class ServedSwap:
             return attention_module
 
         return attention
+
+    def init_parameters(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
+        for part in module.modules():
+            if isinstance(part, Mechanism):  # float32, whatever the dtype of the model: as hf_posswap.load has them
+                super().init_parameters(part, torch.float32)  # type: ignore[misc]
+        super().init_parameters(module, dtype)  # type: ignore[misc]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         native_head = head_name(native_class(model_class_of(self.config)))
@@ -149,6 +164,14 @@ class ServedSwap:
                 "download it again, or use a complete copy of its weights."
             )
         return loaded
+
+
+def _mechanisms(model: Any) -> Iterator[tuple[str, Mechanism]]:
+    """Yield the path of each attention module that the swap of `model` patched, and its mechanism in the model."""
+    for edit in model._posswap.plan.edits:
+        if isinstance(edit, PatchAttention):
+            mechanism: Any = model.get_submodule(edit.carried)
+            yield edit.path, mechanism.for_layer(edit.layer)
 
 
 @functools.cache

@@ -87,12 +87,13 @@ def test_a_budget_below_what_was_measured_is_not_enough() -> None:
 def test_what_the_program_cannot_run_is_not_advised(only: Any) -> None:
     only(invented("rerope", -0.5), invented("yarn", -0.1))
     assert hf_posswap.advise(LLAMA, 256).use.scheme == "rerope"
-    served = hf_posswap.advise(LLAMA, 256, serve="vllm")
+    served = hf_posswap.advise(LLAMA, 256, serve="sglang")
     assert served.use.scheme == "yarn:factor=4"
     assert served.use.serving is not None
-    assert (served.use.serving.target, served.use.serving.verdict) == ("vllm", "exact")
+    assert (served.use.serving.target, served.use.serving.verdict) == ("sglang", "exact")
     (rerope,) = (option for option in served.others if option.scheme == "rerope")
-    assert rerope.against[0].startswith("vllm: impossible")
+    assert rerope.against[0].startswith("sglang: impossible")
+    assert hf_posswap.advise(LLAMA, 256, serve="vllm").use.scheme == "rerope"
 
 
 def test_what_to_native_makes_is_served_by_its_stock_class() -> None:
@@ -293,7 +294,7 @@ def test_a_large_model_without_a_budget_is_advised_a_scheme_without_training_and
 
 
 def test_what_serves_a_large_model_still_decides() -> None:
-    advice = hf_posswap.advise(LLAMA_3_8B, 32_768, serve="vllm")
+    advice = hf_posswap.advise(LLAMA_3_8B, 32_768, serve="sglang")
     assert advice.use.scheme == "yarn:factor=4"
     refused = {option.scheme: option for option in advice.others if option.recipe is None}
     assert not refused["self_extend"].advised

@@ -102,12 +102,25 @@ VERDICTS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, str, str, 
         "llama",
         "self_extend",
         {"window": 8, "group": 4},
-        ("impossible", "impossible", "approximate", "impossible"),
+        ("exact", "impossible", "approximate", "impossible"),
     ),
     "a table": ("gpt2", "sinusoidal", {}, ("exact", "exact", "exact", "exact")),
     "gpt2 nope": ("gpt2", "nope", {}, ("exact", "exact", "exact", "exact")),
     "plugin": ("gpt2", "rope", {}, ("exact", "impossible", "impossible", "impossible")),
-    "plugin, any bias": ("llama", "kerple", {}, ("impossible", "impossible", "impossible", "impossible")),
+    "plugin, any bias": ("llama", "kerple", {}, ("exact", "impossible", "impossible", "impossible")),
+    "plugin, two rotations": ("mistral", "dual_chunk", {}, ("exact", "impossible", "impossible", "impossible")),
+    "plugin, a length for each token": (
+        "gpt2",
+        "dynamic",
+        {"factor": 4.0, "follow": "query"},
+        ("exact", "impossible", "impossible", "impossible"),
+    ),
+    "plugin, one length for a text": (
+        "gpt2",
+        "dynamic",
+        {"factor": 4.0},
+        ("impossible", "impossible", "impossible", "impossible"),
+    ),
     "plugin llama": ("llama", "alibi", {}, ("exact", "impossible", "impossible", "impossible")),
     "plugin, own slopes": (
         "gpt2",
@@ -616,9 +629,11 @@ def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> N
         shown = CliRunner().invoke(app, ["export", str(folder), "--target", target])
         assert shown.exit_code == (3 if target == "tei" else 0)
         assert ("impossible" if target == "tei" else "exact") in shown.stdout
-    refused = CliRunner().invoke(app, ["export", str(saved(tmp_path / "y", "gpt2", "kerple")), "--target", "vllm"])
+    followed = saved(tmp_path / "y", "gpt2", "dynamic", factor=4.0)
+    refused = CliRunner().invoke(app, ["export", str(followed), "--target", "vllm"])
     assert refused.exit_code == 3
     assert "impossible" in refused.stdout
+    assert "the angles of dynamic follow the length of the whole text" in " ".join(refused.stdout.split())
     out = str(tmp_path / "z")
     written = CliRunner().invoke(app, ["export", str(tmp_path / "y"), "--target", "vllm", "-o", out])
     assert written.exit_code == 3

@@ -17,7 +17,7 @@ from hf_posswap import patch_model, plan_swap
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
-from hf_posswap.patching.inspect.paged import paged_problem
+from hf_posswap.patching.inspect.paged import paged_problem, plan_needs_own_attention
 from hf_posswap.schemes.base import schemes_for
 from hf_posswap.serving.guard import (
     OVERRIDE,
@@ -33,8 +33,7 @@ from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, build
 
 ROOT = Path(__file__).resolve().parents[2]
-BIASES = {"fire", "kerple", "t5"}
-SPLIT = {"dual_chunk", "leaky_rerope", "rerope", "self_extend"}
+OWN = {"fire", "kerple", "t5", "dual_chunk", "leaky_rerope", "rerope", "self_extend"}
 FOLLOWING = {"dynamic", "longrope"}
 
 
@@ -51,7 +50,11 @@ def served(model: Any, **changes: Any) -> Any:
         "using_transformers_backend": lambda: False,
     }
     return SimpleNamespace(
-        model_config=SimpleNamespace(**values | changes), parallel_config=SimpleNamespace(world_size=1)
+        model_config=SimpleNamespace(**values | changes),
+        parallel_config=SimpleNamespace(world_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
     )
 
 
@@ -64,17 +67,16 @@ def swapped(name: str, scheme: str, **options: Any) -> Any:
 def test_each_scheme_is_served_or_refused_by_name() -> None:
     model = build("gpt2")
     geometry = describe_positions(model).geometry
-    refused = {}
-    for name in schemes_for("text"):
-        plan = plan_swap(model, name, **stand_ins(name, geometry))
-        problem = paged_problem(plan) if plan.route == "plugin" else None
-        if problem is not None:
-            refused[name] = problem
-    assert refused.keys() == BIASES | SPLIT | FOLLOWING | {"blend"}
-    assert all(refused[name].startswith(f"{name} adds a bias to the scores") for name in BIASES)
-    assert all(refused[name].startswith(f"{name} computes the scores itself") for name in SPLIT)
-    assert all(refused[name].startswith(f"{name} re-rotates keys as the text grows") for name in FOLLOWING)
-    assert "finish_blend" in refused["blend"]
+    plans = {name: plan_swap(model, name, **stand_ins(name, geometry)) for name in schemes_for("text")}
+    plans = {name: plan for name, plan in plans.items() if plan.route == "plugin"}
+    problems = {name: problem for name, plan in plans.items() if (problem := paged_problem(plan)) is not None}
+    assert problems.keys() == FOLLOWING | {"blend"}
+    assert all(problems[name].startswith(f"the angles of {name} follow the length of the whole") for name in FOLLOWING)
+    assert "finish_blend" in problems["blend"]
+    assert {name for name, plan in plans.items() if plan_needs_own_attention(plan)} - problems.keys() == OWN
+    for name in FOLLOWING:
+        plan = plan_swap(model, name, **stand_ins(name, geometry), follow="query")
+        assert (paged_problem(plan), plan_needs_own_attention(plan)) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,29 @@ def test_several_devices_are_refused() -> None:
     config.parallel_config.world_size = 2
     with pytest.raises(UnsupportedSwapError, match="one device alone"):
         refuse_unservable(config, "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8_e4m3")}, "not in fp8_e4m3: leave --kv-cache-dtype out"),
+        ({"speculative_config": SimpleNamespace()}, "leave --speculative-config out"),
+        ({"device_config": SimpleNamespace(device_type="cuda")}, "CPU build alone so far, and this one runs on cuda"),
+    ],
+)
+def test_options_that_its_own_attention_has_not_are_refused(
+    option: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, own = served(swapped("llama", "alibi")), served(swapped("llama", "kerple"))
+    refuse_unservable(own, "0.32.0")
+    for config in (plain, own):
+        vars(config).update(option)
+    refuse_unservable(plain, "0.32.0")
+    with pytest.raises(UnsupportedSwapError, match=words):
+        refuse_unservable(own, "0.32.0")
+    if "device_config" in option:
+        monkeypatch.setenv(OVERRIDE, "1")
+        refuse_unservable(own, "0.32.0")
 
 
 def test_a_version_that_was_not_tested_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

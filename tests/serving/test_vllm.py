@@ -73,6 +73,7 @@ SIZES["mistral"] = SIZES["mistral"] | {"sliding_window": 64}
 LISTS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 LONG = {"max_length": LENGTH}
 BY_TRANSFORMERS = {"model_impl": "transformers"}
+GUESS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 # model, swap, its options, options of the engine
 Case = tuple[str, str | None, dict[str, Any], dict[str, Any]]
@@ -88,6 +89,21 @@ EXACT: dict[str, Case] = {
     "gpt2 pinned": ("gpt2", "longrope", {"factor": 4.0, "pin": LENGTH} | LISTS, {}),
     "gpt2 table and rope": ("gpt2", "together", {}, {}),
     "neox alibi": ("gpt_neox", "alibi", LONG, {}),
+    "self_extend": ("llama", "self_extend", LONG, {}),
+    "rerope": ("llama", "rerope", {"log_scaling": True} | LONG, {}),
+    "leaky_rerope": ("llama", "leaky_rerope", LONG, {}),
+    "dual_chunk": ("llama", "dual_chunk", LONG, {}),
+    "qwen2 dual_chunk": ("qwen2", "dual_chunk", LONG, {}),
+    "sliding self_extend": ("mistral", "self_extend", {"window": 6} | LONG, {}),
+    "kerple": ("llama", "kerple", LONG, {}),
+    "sliding kerple": ("mistral", "kerple", LONG, {}),
+    "rope and kerple": ("llama", "native + kerple", LONG, {}),
+    "fire": ("llama", "fire", LONG, {}),
+    "neox fire": ("gpt_neox", "fire", LONG, {}),
+    "t5": ("llama", "t5", {"init_std": 1.0} | LONG, {}),
+    "two kinds of layers": ("llama", "per_layer", {"layers": {0: "dual_chunk"}, "default": "alibi"} | LONG, {}),
+    "gpt2 dynamic by query": ("gpt2", "dynamic", {"factor": 4.0, "follow": "query"}, {}),
+    "gpt2 longrope by query": ("gpt2", "longrope", {"factor": 4.0, "follow": "query"} | LISTS, {}),
     "gpt2 sinusoidal": ("gpt2", "sinusoidal", LONG, {}),
     "ntk": ("llama", "ntk", {"factor": 4.0}, {}),
     "linear": ("llama", "linear", {"factor": 4.0}, {}),
@@ -113,14 +129,20 @@ OVERRIDDEN: dict[str, Case] = {
 """What `posswap overrides` prints for the unswapped model."""
 ENDS = {"gpt2 table and rope": ORIGINAL}
 """Where a table ends before LENGTH, in tokens."""
-SIXTEEN = ("alibi", "sliding xpos", "gpt2 yarn", "yarn")
+SIXTEEN = ("alibi", "sliding xpos", "gpt2 yarn", "yarn", "dual_chunk", "self_extend", "kerple", "fire")
 """Those that are served in bfloat16 as well."""
+FULL = ("dual_chunk", "kerple", "gpt2 dynamic by query")
+"""Those that are served with a cache that is too small for all texts at once."""
+SMALL_CACHE = {"num_gpu_blocks_override": 10, "max_model_len": 512, "disable_log_stats": False}
+"""Nine blocks of 128 tokens, one being vLLM's own: six texts of 120 tokens fit, and not their next block each."""
 REFUSED: dict[str, tuple[Case, str]] = {
-    "kerple": (("llama", "kerple", LONG, {}), "kerple adds a bias to the scores that is not linear in the distance"),
-    "t5": (("llama", "t5", LONG, {}), "t5 adds a bias to the scores"),
-    "self_extend": (("llama", "self_extend", LONG, {}), "self_extend computes the scores itself"),
-    "gpt2 dynamic": (("gpt2", "dynamic", {"factor": 4.0}, {}), "dynamic re-rotates keys as the text grows"),
+    "gpt2 dynamic": (
+        ("gpt2", "dynamic", {"factor": 4.0}, {}),
+        "the angles of dynamic follow the length of the whole text",
+    ),
     "gpt2 longrope": (("gpt2", "longrope", {"factor": 4.0} | LISTS, {}), "longrope with pin=LENGTH have fixed angles"),
+    "8-bit cache": (("llama", "kerple", LONG, {"kv_cache_dtype": "fp8"}), "leave --kv-cache-dtype out"),
+    "guessed tokens": (("llama", "dual_chunk", LONG, {"speculative_config": GUESS}), "leave --speculative-config out"),
     "bloom": (("bloom", "rope", LONG, {}), "the attention of BloomForCausalLM does not use transformers'"),
     "dynamic": (("llama", "dynamic", {"factor": 4.0}, {}), "beyond 256 tokens its angles follow the length"),
     "gemma3 dynamic": (
@@ -248,6 +270,9 @@ def served(
     rounded = [name for name in SIXTEEN if name in chosen(request, test_in_16_bits_it_is_as_near_as_transformers)]
     cases = {f"{name}, bfloat16": asked(folders[name], {"dtype": "bfloat16"}) for name in rounded}
     cases |= {name: asked(folders[name], whole[name][3], ENDS.get(name, LENGTH)) for name in names}
+    full = [name for name in FULL if name in chosen(request, test_texts_that_give_way_for_others_are_read_again)]
+    texts = {"prompts": [prompt(length) for length in range(115, 121)]}
+    cases |= {f"{name}, full cache": asked(folders[name], SMALL_CACHE) | texts for name in full}
     return run_child(cases, tmp_path_factory.mktemp("served"))
 
 
@@ -300,6 +325,20 @@ def test_vllm_computes_what_transformers_does(
     seen = Seen(row.engine, EXACT[name][0], swap_words(*EXACT[name][1:3]), lengths, most, same, same)
     seen.keep(record_property)
     assert most < BOUND
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_texts_that_give_way_for_others_are_read_again(
+    name: str, folders: dict[str, Path], served: dict[str, Any]
+) -> None:
+    found = served[f"{name}, full cache"]
+    assert "refused" not in found, found
+    assert found["preempted"] > 0
+    model = hf_posswap.load(folders[name]).eval()
+    for length, made in zip(range(115, 121), found["new"], strict=True):
+        assert made["tokens"] == scores(model, prompt(length))[1]
+        expected = scores(model, prompt(length) + made["tokens"])[0][-NEW:]
+        assert made["scores"] == pytest.approx(expected, abs=BOUND)
 
 
 @pytest.fixture(scope="module")

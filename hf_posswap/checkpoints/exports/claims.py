@@ -102,6 +102,11 @@ def paged_plugin(position_config: PositionConfig) -> bool:
     return plugin(position_config) and position_config.unpaged is None
 
 
+def own_attention(position_config: PositionConfig) -> bool:
+    """Return whether a program with its own paged cache computes it by hf_posswap's attention instead of its own."""
+    return paged_plugin(position_config) and position_config.own_attention
+
+
 def table(position_config: PositionConfig) -> bool:
     """Return whether positions are rows of a table."""
     return position_config.kind == "table"

@@ -25,6 +25,7 @@ from hf_posswap.checkpoints.exports.claims import (
     of_model,
     of_type,
     one_list,
+    own_attention,
     paged_plugin,
     plugin,
     table,
@@ -57,6 +58,8 @@ _PLUGIN = (
 _NAMES = {"llama": "Llama", "gpt_neox": "GPT-NeoX", "smollm3": "SmolLM3", "gemma3_text": "Gemma 3"}
 _PLUGGED_NAMES = "Llama, Mistral, Qwen2, OPT, GPT-2, GPT-NeoX"
 _PLUGGED = of_model("llama", "mistral", "qwen2", "opt", "gpt2", "gpt_neox")
+_OWN_NAMES = "Llama, Mistral, Qwen2, GPT-2, GPT-NeoX"
+_OWN_MODELS = of_model("llama", "mistral", "qwen2", "gpt2", "gpt_neox")
 _TEI = "TEI's code of autumn 2026"
 _SENTENCE_TRANSFORMERS = "sentence-transformers 6.2"
 _ROUTER = "text-embeddings-router --model-id {folder}"
@@ -124,9 +127,14 @@ TRANSFORMERS = (
 )
 
 
-_SERVED = (
+_PLUGGED_IN = (
     "by hf_posswap's plugin of vLLM, which vLLM finds once both are installed: transformers' own code with the swap in "
-    "it, around vLLM's attention; uncompiled, one device, vLLM 0.32 alone."
+    "it, around {attention}; uncompiled, one device, {release} alone."
+)
+_SERVED = _PLUGGED_IN.format(attention="vLLM's attention", release="vLLM 0.32")
+_COMPUTED = _PLUGGED_IN.format(
+    attention="hf_posswap's attention over vLLM's cache, which takes no --kv-cache-dtype and no --speculative-config",
+    release="the CPU build of vLLM 0.32",
 )
 
 
@@ -136,12 +144,18 @@ _TABLE = "a table: learned, sinusoidal, nope"
 _FIXED = "alibi, xpos, rnope and other swaps that turn each key once; GPT-2 and OPT with fixed angles"
 
 
+_OWN = "self_extend, rerope, dual_chunk, kerple, fire, t5, layers of these; dynamic and longrope with follow='query'"
+
+
 VLLM = (
+    _row("vllm", _OWN, _OWN_NAMES, "exact", _COMPUTED, both(own_attention, _OWN_MODELS), "tested"),
+    _row("vllm", _OWN, "others", "exact", _COMPUTED, own_attention),
     _row("vllm", _FIXED, _PLUGGED_NAMES, "exact", _SERVED, both(paged_plugin, _PLUGGED), "tested"),
     _row("vllm", _FIXED, "others", "exact", _SERVED, paged_plugin),
     _row(
         "vllm",
-        "what else needs hf_posswap: kerple, fire, t5, self_extend, rerope, dual_chunk; dynamic in a GPT-2",
+        "what else needs hf_posswap: dynamic in a GPT-2 and other angles that follow the length of the text; "
+        "unfinished swaps; models without transformers' attention interface",
         "all",
         "impossible",
         "hf_posswap's plugin of vLLM refuses it: {problem}. posswap to-native makes a stock model of it where one is "

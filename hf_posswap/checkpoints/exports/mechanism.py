@@ -10,7 +10,7 @@ from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.locating import family_of
 from hf_posswap.families.rope_config import RopeSettings, reaching, rope_settings
 from hf_posswap.patching.inspect.describe import model_class_of
-from hf_posswap.patching.inspect.paged import paged_problem
+from hf_posswap.patching.inspect.paged import paged_problem, plan_needs_own_attention
 from hf_posswap.patching.inspect.untrusted_config import recorded_plan
 from hf_posswap.patching.record.record import SwapRecord, native_config_class
 from hf_posswap.rope_math import temperature
@@ -41,6 +41,8 @@ class PositionConfig:
         window: of sliding attention, in tokens; None where all layers see all.
         unpaged: for "plugin", why a program with its own paged cache and kernels cannot compute it even with hf_posswap
             installed, as the rest of a sentence; None: it can.
+        own_attention: for "plugin", whether a program with its own kernels needs hf_posswap's attention for it: several
+            rotations of a key, or a bias that is not linear in the distance.
         dtype: of the weights, as the config names it; None where it names none.
         architecture: the class that config.json names; "" where it names none.
         generates: whether it predicts next tokens; False: an encoder, whatever its head.
@@ -59,6 +61,7 @@ class PositionConfig:
     rotates: tuple[bool, ...] = ()
     window: int | None = None
     unpaged: str | None = None
+    own_attention: bool = False
     dtype: str | None = None
     architecture: str = ""
     generates: bool = True
@@ -126,9 +129,8 @@ def position_config_of(config: PreTrainedConfig) -> PositionConfig:
     kind: Kind = "plugin" if plugin else "rope" if rotation.values else "inside" if inside else "table"
     name = None if record is None else str(record.scheme["name"])
     model_type = config.model_type if record is None else record.base_type
-    settings = {} if record is None else dict(record.scheme)
     used = set(getattr(config, "layer_types", None) or ()) - {rotation.layer_type}  # what no layer has says nothing
-    rotates = tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ())  # 1 there: it rotates
+    plan = recorded_plan(config, model_class_of(config))[1] if plugin else None
     return PositionConfig(
         kind,
         model_type,
@@ -136,16 +138,17 @@ def position_config_of(config: PreTrainedConfig) -> PositionConfig:
         length,
         original,
         name,
-        settings,
-        rotates,
-        _window(config),
-        paged_problem(recorded_plan(config, model_class_of(config))[1]) if plugin else None,
-        str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
-        next(iter(getattr(config, "architectures", None) or ()), ""),
-        _generates(config, model_type),
-        () if plugin else tuple(each for each in sets if each.layer_type in used),
-        tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()),
-        stated is not None,
+        settings={} if record is None else dict(record.scheme),
+        rotates=tuple(bool(layer) for layer in getattr(config, "no_rope_layers", None) or ()),  # 1 there: it rotates
+        window=_window(config),
+        unpaged=None if plan is None else paged_problem(plan),
+        own_attention=plan is not None and plan_needs_own_attention(plan),
+        dtype=str(config.dtype).removeprefix("torch.") if getattr(config, "dtype", None) is not None else None,
+        architecture=next(iter(getattr(config, "architectures", None) or ()), ""),
+        generates=_generates(config, model_type),
+        others=() if plugin else tuple(each for each in sets if each.layer_type in used),
+        slides=tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()),
+        has_length=stated is not None,
     )
 
 

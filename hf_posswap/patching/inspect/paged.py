@@ -1,8 +1,9 @@
-"""Whether an inference engine with its own kernels over a paged cache supports a swap that acts inside attention.
+"""Whether an inference engine with a paged cache supports a swap that acts inside attention, and by whose attention.
 
 Such an engine receives queries, keys and values of the new tokens of many texts, and computes attention itself. What is
 done to q and k at their own positions works there, whatever else is in the batch. A bias works if the engine supports
-it, as ALiBi's slopes. A scheme that needs the positions of cached keys, or the scores, does not work.
+it, as ALiBi's slopes. A scheme that changes the scores otherwise needs its own attention over the cached keys of each
+text. No scheme works whose tokens depend on what follows them: texts come in parts, and share the cache of a prefix.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from hf_posswap.schemes.mechanism import Mechanism
 
 
 def paged_problem(plan: SwapPlan) -> str | None:
-    """Return why a paged cache cannot serve the swap of `plan`, as the end of a sentence; None: it can.
+    """Return why a program with a paged cache cannot serve the swap of `plan`, as the end of a sentence; None: it can.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_posswap import plan_swap
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
-        >>> paged_problem(plan_swap(model, "rope")), paged_problem(plan_swap(model, "kerple"))
-        (None, 'kerple adds a bias to the scores that is not linear in the distance (ALiBi)')
+        >>> paged_problem(plan_swap(model, "kerple")) is None
+        True
+        >>> paged_problem(plan_swap(model, "dynamic", factor=4.0)).split(", which")[0]
+        'the angles of dynamic follow the length of the whole text'
     """
     sites = plan.sites
     if len(sites.stacks) > 1 or sites.main.inputs != "text" or not sites.geometry.causal:
@@ -59,15 +62,28 @@ def slopes_of(mechanism: Mechanism) -> Tensor | None:
     return mechanism.slopes if mechanism.biases else None
 
 
+def needs_own_attention(mechanism: Mechanism) -> bool:
+    """Return whether an engine's own kernels cannot compute attention with `mechanism`: several rotations, or a bias.
+
+    Example:
+        >>> from hf_posswap.schemes.alibi import AlibiMechanism
+        >>> needs_own_attention(AlibiMechanism([0.25, 0.0625], interpolation=1.0))
+        False
+    """
+    return mechanism.splits or (mechanism.biases and mechanism.slopes is None)
+
+
+def plan_needs_own_attention(plan: SwapPlan) -> bool:
+    """Return whether a layer of the swap of `plan` needs attention other than an engine's own kernels."""
+    return any(needs_own_attention(mechanism) for _, _, mechanism in mechanisms_of(plan))
+
+
 def _problem(scheme: str, mechanism: Mechanism) -> str | None:
     """Return why a paged cache cannot serve `mechanism`, of the scheme called `scheme`, or None."""
-    if mechanism.splits:
-        return f"{scheme} computes the scores itself, with several rotations of each key"
-    if mechanism.biases and mechanism.slopes is None:
-        return f"{scheme} adds a bias to the scores that is not linear in the distance (ALiBi)"
     if mechanism.rotates and not mechanism.stores_rotated_keys:
         return (
-            f"{scheme} re-rotates keys as the text grows, and a cache of rotated keys cannot follow; yarn, ntk and "
+            f"the angles of {scheme} follow the length of the whole text, which is not known of a text that comes in "
+            "parts or shares the cache of a prefix; follow='query' takes the length at each token, and yarn, ntk and "
             "longrope with pin=LENGTH have fixed angles"
         )
     return None
