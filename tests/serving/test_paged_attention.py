@@ -26,7 +26,7 @@ from hf_posswap.serving.paged_attention import (
     write_keys,
 )
 from hf_posswap.serving.vllm_backend import SchemeAttention, batch_of
-from hf_posswap.serving.vllm_model import serve_attention
+from hf_posswap.serving.vllm_model import ServedSwap, serve_attention
 from tests.contract.models import build
 
 BLOCK = 16  # tokens of a block of the cache
@@ -280,6 +280,25 @@ class Engine:
         out = torch.empty_like(query)
         layer.forward(None, query, key, value, states, self.batch, out)
         return out.flatten(1), None
+
+
+class Built:
+    """What vLLM's class does to parameters: gives them the dtype that it is told, or else the model's."""
+
+    def init_parameters(self, module: Any, dtype: torch.dtype | None = None) -> None:
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    setattr(part, name, torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="cpu")))
+
+
+def test_what_a_scheme_learns_stays_float32_in_vllm() -> None:
+    model = patch_model(build("llama"), "native + kerple").to("meta")
+    type("Served", (ServedSwap, Built), {"__init__": lambda self: None})().init_parameters(model, torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    learned = {name for name in dtypes if "raw_r" in name}
+    assert len(learned) == 2
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == learned
 
 
 def test_what_needs_its_own_attention() -> None:

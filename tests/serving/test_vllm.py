@@ -269,10 +269,10 @@ def served(
     names = sorted(wanted, key=lambda name: (whole[name][3] == BY_TRANSFORMERS, list(whole).index(name)))
     rounded = [name for name in SIXTEEN if name in chosen(request, test_in_16_bits_it_is_as_near_as_transformers)]
     cases = {f"{name}, bfloat16": asked(folders[name], {"dtype": "bfloat16"}) for name in rounded}
-    cases |= {name: asked(folders[name], whole[name][3], ENDS.get(name, LENGTH)) for name in names}
     full = [name for name in FULL if name in chosen(request, test_texts_that_give_way_for_others_are_read_again)]
     texts = {"prompts": [prompt(length) for length in range(115, 121)]}
     cases |= {f"{name}, full cache": asked(folders[name], SMALL_CACHE) | texts for name in full}
+    cases |= {name: asked(folders[name], whole[name][3], ENDS.get(name, LENGTH)) for name in names}
     return run_child(cases, tmp_path_factory.mktemp("served"))
 
 

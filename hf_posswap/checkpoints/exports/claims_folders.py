@@ -144,7 +144,10 @@ _TABLE = "a table: learned, sinusoidal, nope"
 _FIXED = "alibi, xpos, rnope and other swaps that turn each key once; GPT-2 and OPT with fixed angles"
 
 
-_OWN = "self_extend, rerope, dual_chunk, kerple, fire, t5, layers of these; dynamic and longrope with follow='query'"
+_OWN = (
+    "self_extend, rerope, leaky_rerope, dual_chunk, kerple, fire, t5, layers of these; dynamic and longrope with "
+    "follow='query'"
+)
 
 
 VLLM = (
