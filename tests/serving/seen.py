@@ -39,6 +39,12 @@ class Seen:
 
 
 def swap_words(scheme: str | None, options: dict[str, Any]) -> str:
-    """Return a scheme with its numbers, as the table shows it; its lists are left out."""
-    numbers = ", ".join(f"{name}={value:g}" for name, value in options.items() if isinstance(value, (int, float)))
-    return f"{scheme or 'none'}{f' ({numbers})' if numbers else ''}"
+    """Return a scheme with its numbers and words, as the table shows it; its lists are left out.
+
+    Example:
+        >>> swap_words("dynamic", {"factor": 4.0, "follow": "query"})
+        'dynamic (factor=4, follow=query)'
+    """
+    stated = {name: value for name, value in options.items() if isinstance(value, (int, float, str))}
+    words = ", ".join(f"{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in stated.items())
+    return f"{scheme or 'none'}{f' ({words})' if words else ''}"

@@ -11,6 +11,8 @@ tests/training/engine/test_sentences.py.
 
 from __future__ import annotations
 
+import dataclasses
+
 from hf_posswap.checkpoints.exports.claims import (
     Claim,
     Condition,
@@ -152,7 +154,9 @@ _OWN = (
 
 VLLM = (
     _row("vllm", _OWN, _OWN_NAMES, "exact", _COMPUTED, both(own_attention, _OWN_MODELS), "tested"),
-    _row("vllm", _OWN, "others", "exact", _COMPUTED, own_attention),
+    dataclasses.replace(
+        _row("vllm", _OWN, "others", "exact", _COMPUTED, own_attention), engine=_VERSIONS["vllm", "tested"]
+    ),
     _row("vllm", _FIXED, _PLUGGED_NAMES, "exact", _SERVED, both(paged_plugin, _PLUGGED), "tested"),
     _row("vllm", _FIXED, "others", "exact", _SERVED, paged_plugin),
     _row(
