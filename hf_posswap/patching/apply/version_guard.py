@@ -435,9 +435,14 @@ def _edit_types(plan: SwapPlan) -> list[str]:
 
 
 def _cut_scheme(value: object, live: Geometry, twin: Geometry, name: str = "") -> Any:
-    """Return a scheme's JSON for a model of other sizes: lists per pair or per head are shortened, the rest stays."""
+    """Return a scheme's JSON for a model of other sizes: lists per pair or per head are shortened, the rest stays.
+
+    Where the twin's layers see a window, which is small, the window of a scheme is smaller.
+    """
     if isinstance(value, dict):
         return {key: _cut_scheme(item, live, twin, key) for key, item in value.items()}
+    if name == "window" and isinstance(value, int) and twin.sliding_window is not None:
+        return min(value, max(1, twin.sliding_window // 2))
     if not isinstance(value, list):
         return value
     pairs, tiny = ((shape.rotary_dim or shape.head_dim) // 2 for shape in (live, twin))

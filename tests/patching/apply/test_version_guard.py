@@ -459,6 +459,14 @@ def test_the_code_in_a_checkpoint_proves_itself_on_versions_that_it_was_not_test
     assert "POSSWAP_UNTESTED=refuse" in run.stderr
 
 
+@pytest.mark.parametrize("scheme", ["self_extend:window=16,group=4", "rerope:window=32", "dual_chunk"])
+def test_a_window_beyond_that_of_the_tiny_model_is_proved(scheme: str, untested: Path, proofs: list[str]) -> None:
+    model = tiny_model("mistral", meta=False, sliding_window=64, max_position_embeddings=128)
+    with pytest.warns(UntestedVersionWarning):
+        patch_model(model, scheme)
+    assert proofs == ["MistralForCausalLM"]
+
+
 @pytest.mark.parametrize("scheme", ["alibi", "kerple"])
 def test_a_program_that_puts_each_parameter_on_meta_may_build_a_swapped_model(
     scheme: str, untested: Path, proofs: list[str], monkeypatch: pytest.MonkeyPatch
