@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.advice.candidates import CANDIDATES
 from hf_posswap.advice.case import Case, read_case, serving_of
 from hf_posswap.advice.commands import OTHER, compare_command, line
-from hf_posswap.advice.figures import MOST_TIMES, Figure, Literature, figures_of, further_literature
+from hf_posswap.advice.figures import MOST_TIMES, Literature, figures_of, further_literature
 from hf_posswap.advice.weighing import Option, best_of_others, extrapolated_times, weigh
 from hf_posswap.checkpoints.overriding import overrides
 from hf_posswap.errors import PosswapError
@@ -214,7 +214,10 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
     commands = () if case.serve is None else (line("export", case.name, "--target", case.serve),)
     if case.length <= case.window:
         commands = (line("explain", case.name), *commands)
-        figures = _least_lost_inside(case)
+        names = [candidate.recipe for candidate in CANDIDATES[case.kind] if candidate.recipe]
+        trained = [figure for name in names for figure in figures_of(name, "control in the window", trained=True)]
+        # the trained swap with the smallest measured loss in the window, or the largest gain
+        figures = tuple(sorted(trained, key=lambda figure: figure.difference)[:1])
         losses = [figure for figure in figures if figure.difference > 0]
         open_questions = [
             f"whether training with a swap would improve it, as measured: {figure} [{figure.source}]"
@@ -264,13 +267,6 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
 def _tried(case: Case) -> tuple[str, ...]:
     """Return the schemes to compare with the sliding window without training."""
     return ("alibi", "rope:partial=0.5") if case.kind == "learned" else (f"yarn:factor={case.factor}", "self_extend")
-
-
-def _least_lost_inside(case: Case) -> tuple[Figure, ...]:
-    """Return the figure of the trained swap with the smallest measured loss in the window, or the largest gain."""
-    names = [candidate.recipe for candidate in CANDIDATES[case.kind] if candidate.recipe]
-    figures = [figure for name in names for figure in figures_of(name, "control in the window", trained=True)]
-    return tuple(sorted(figures, key=lambda figure: figure.difference)[:1])
 
 
 def by_config(case: Case, option: Option) -> tuple[str, tuple[str, ...]]:

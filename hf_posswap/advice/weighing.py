@@ -135,7 +135,15 @@ def _option(case: Case, candidate: Candidate, *, by_literature: bool) -> Option:
         route = plan_swap(case.model, candidate.plan or scheme, max_length=length).route
     except PosswapError as error:
         return Option(**shared, standing="refused", against=(str(error),))
-    decisive, published = _nearest(case, candidate), _published(case, candidate)
+    # decisive are the figures against a sliding window: for each base and study, those of the nearest length
+    trained = candidate.recipe is not None
+    figures = figures_of(candidate.subject, "sliding window", kind=_BASES[case.kind], trained=trained)
+    nearest: dict[tuple[str, str, str], Figure] = {}
+    for figure in figures:  # sorted by decreasing number of windows
+        key = (figure.source, figure.base.name, figure.whose)
+        if key not in nearest or abs(figure.windows - case.windows) < abs(nearest[key].windows - case.windows):
+            nearest[key] = figure
+    decisive, published = list(nearest.values()), _published(case, candidate)
     serving = serving_of(case, candidate.plan or scheme)
     against = _published_budget(case, candidate) if by_literature else _budget(case, candidate, decisive)
     if by_literature and not published:
@@ -179,18 +187,6 @@ def _unpublished(case: Case, published: tuple[Literature, ...]) -> list[str]:
     return notes
 
 
-def _nearest(case: Case, candidate: Candidate) -> list[Figure]:
-    """Return the decisive figures against a sliding window: for each base and study, those of the nearest length."""
-    trained = candidate.recipe is not None
-    figures = figures_of(candidate.subject, "sliding window", kind=_BASES[case.kind], trained=trained)
-    nearest: dict[tuple[str, str, str], Figure] = {}
-    for figure in figures:  # sorted by decreasing number of windows
-        key = (figure.source, figure.base.name, figure.whose)
-        if key not in nearest or abs(figure.windows - case.windows) < abs(nearest[key].windows - case.windows):
-            nearest[key] = figure
-    return list(nearest.values())
-
-
 def _further_figures(case: Case, candidate: Candidate) -> list[Figure]:
     """Return further figures: the loss within the window, and the gain from far text."""
     trained = candidate.recipe is not None
@@ -224,7 +220,10 @@ def _standing_of(figure: Figure) -> Standing:
 def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[str]:
     if candidate.recipe is None:
         return []
-    needed = needed_tokens(case, decisive or figures_of(candidate.subject, trained=True))
+    # the least measured training in tokens per parameter, scaled to the size of the model, to two significant digits
+    figures = decisive or figures_of(candidate.subject, trained=True)
+    least = min((figure.rate for figure in figures if figure.tokens), default=0.0)
+    needed = int(float(f"{least * case.parameters:.1e}"))
     if not needed:
         return ["it needs training, and the required amount was not measured"]
     if not case.budget:
@@ -238,12 +237,6 @@ def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[st
             f"were {needed / case.parameters:.2g}, which are {needed:,} here"
         ]
     return []
-
-
-def needed_tokens(case: Case, figures: list[Figure]) -> int:
-    """Return the least measured training in tokens per parameter, scaled to the size of the model."""
-    least = min((figure.rate for figure in figures if figure.tokens), default=0.0)
-    return int(float(f"{least * case.parameters:.1e}"))  # two significant digits
 
 
 def _serve(serving: Serving | None) -> list[str]:

@@ -15,7 +15,6 @@ from hf_posswap.errors import OptionError
 if TYPE_CHECKING:
     from hf_posswap.advice.advise import Advice
     from hf_posswap.advice.figures import Figure, Literature
-    from hf_posswap.advice.weighing import Option
 
 
 def advise(
@@ -100,10 +99,15 @@ def _show(advice: Advice) -> None:
 
 
 def _show_alternatives(advice: Advice) -> None:
+    from hf_posswap.advice.advise import why_not
+
     if advice.others:
         show_text("", "Alternatives:")
         for option in advice.others:
-            _show_other(option)
+            show_text("")
+            show_indented(option.title, 2)
+            for reason in why_not(option):
+                show_indented(reason, 4)
     if advice.further:
         show_text("", "Other published methods:")
         for row in advice.further:
@@ -126,12 +130,3 @@ def _show_reasons(literature: Sequence[Literature], reasons: Sequence[Figure]) -
         show_indented(setup, 2)
         for finding in group:
             show_indented(f"- {finding}", 4)
-
-
-def _show_other(option: Option) -> None:
-    from hf_posswap.advice.advise import why_not
-
-    show_text("")
-    show_indented(option.title, 2)
-    for reason in why_not(option):
-        show_indented(reason, 4)

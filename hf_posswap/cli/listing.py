@@ -25,7 +25,6 @@ from hf_posswap.versions import is_tested, tested, tested_range
 
 if TYPE_CHECKING:
     from hf_posswap.patching.inspect.census import ClassEntry
-    from hf_posswap.selfcheck import Report
 
 _MOST = 40
 """Most classes to plan: each takes about a second."""
@@ -153,7 +152,12 @@ def families(
     from hf_posswap.families import FAMILIES
 
     if name is not None:
-        details = _family(name, FAMILIES.get(name)) | {"parts": _stacks(FAMILIES.get(name))}
+        family = FAMILIES.get(name)
+        details = _family(name, family)
+        details["parts"] = [  # where the positions of each stack live, as module paths from the base model
+            {"stack": part.name, "attention": part.attention, "table": None if part.table is None else part.table.path}
+            for part in family.parts
+        ]
         return show_json(details) if json else _show_family(details)
     listed = [_family(name, family) for name, family in FAMILIES.items()]
     if json:
@@ -180,14 +184,6 @@ def _family(name: str, family: Any) -> dict[str, Any]:
         "model_types": list(family.model_types),
         "by_rule": family.matches is not None,
     }
-
-
-def _stacks(family: Any) -> list[dict[str, Any]]:
-    """Return where the positions of each stack live, as module paths from the base model."""
-    return [
-        {"stack": stack.name, "attention": stack.attention, "table": None if stack.table is None else stack.table.path}
-        for stack in family.parts
-    ]
 
 
 def _show_family(family: dict[str, Any]) -> None:
@@ -357,25 +353,21 @@ def selfcheck(json: Json = False) -> None:
     if json:
         show_json(report.to_dict())
     else:
-        _show_checks(report)
+        show_pairs(report.versions.items())
+        show_text("")
+        rows = []
+        for subject, group in groupby(report.checks, key=lambda check: check.subject):
+            checks = list(group)
+            wrong = next((check for check in checks if check.ok is False), None)
+            outcome = f"{len(checks)} checks hold" if wrong is None else f"{wrong.step}: {wrong.said}"
+            rows.append(("ok" if wrong is None else "FAILED", subject, outcome))
+        show_table(["", "what", "found"], rows)
+        for check in report.failed:
+            show_text("", f"{check.subject}, {check.step}: look at {check.touch}")
+        summary = "all hold" if report.ok else f"{len(report.failed)} failed"
+        show_text("", f"{len(report.checks)} checks in {report.seconds:.0f} s: {summary}.")
     if not report.ok:
         raise typer.Exit(Code.OTHER)
-
-
-def _show_checks(report: Report) -> None:
-    show_pairs(report.versions.items())
-    show_text("")
-    rows = []
-    for subject, group in groupby(report.checks, key=lambda check: check.subject):
-        checks = list(group)
-        wrong = next((check for check in checks if check.ok is False), None)
-        outcome = f"{len(checks)} checks hold" if wrong is None else f"{wrong.step}: {wrong.said}"
-        rows.append(("ok" if wrong is None else "FAILED", subject, outcome))
-    show_table(["", "what", "found"], rows)
-    for check in report.failed:
-        show_text("", f"{check.subject}, {check.step}: look at {check.touch}")
-    summary = "all hold" if report.ok else f"{len(report.failed)} failed"
-    show_text("", f"{len(report.checks)} checks in {report.seconds:.0f} s: {summary}.")
 
 
 def version_lines() -> list[str]:

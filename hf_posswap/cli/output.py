@@ -69,22 +69,18 @@ def show_indented(text: str, by: int) -> None:
 def show_command(command: str) -> None:
     """Print a command that can be copied whole; a long one is continued with backslashes, as in a shell."""
     width, lines = console().width - len(_CONTINUATION), [" "]
-    for group in _quote_with_values(shlex.split(printable(command))):
-        if len(lines[-1]) + 1 + len(group) > width and lines[-1].strip():
-            lines.append("   ")
-        lines[-1] += f" {group}"
-    typer.echo(f"{_CONTINUATION}\n".join(lines))
-
-
-def _quote_with_values(arguments: Sequence[str]) -> list[str]:
-    """Quote the words of a command, and keep each option with the word after it, which may be its value."""
-    groups: list[str] = []
+    arguments = shlex.split(printable(command))
+    groups: list[str] = []  # an option with the word after it, which may be its value
     for previous, argument in zip(["", *arguments], arguments, strict=False):
         if previous.startswith("-") and not argument.startswith("-"):
             groups[-1] += f" {_quote(argument)}"
         else:
             groups.append(_quote(argument))
-    return groups
+    for group in groups:
+        if len(lines[-1]) + 1 + len(group) > width and lines[-1].strip():
+            lines.append("   ")
+        lines[-1] += f" {group}"
+    typer.echo(f"{_CONTINUATION}\n".join(lines))
 
 
 def _quote(word: str) -> str:

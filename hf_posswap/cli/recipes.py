@@ -52,11 +52,21 @@ def recipes(
         records = [_as_json(recipe) for recipe in listed.values()]
         show_json({"written": [str(path) for path in copied]} if copy else records if name is None else records[0])
     elif copy:
-        _show_copied(copied, trains=listed[name].trains if name else False)
+        first, *included = map(str, copied)
+        show_text(f"{first} is yours to change" + (f"; it includes {', '.join(included)}." if included else "."))
+        if name and listed[name].trains:
+            show_text(f"Run it with: posswap train {first}")
     elif name is not None:
         typer.echo(listed[name].text.rstrip())
     else:
-        _show_list(listed)
+        rows = [(name, *recipe.swap) for name, recipe in listed.items() if recipe.trains]
+        show_table(["recipe", "from", "to", "tokens", "loads with"], rows)
+        show_text("", "stock: stock transformers loads the result. plugin: it needs hf_posswap, or trust_remote_code.")
+        show_text("tokens: of the recipe's steps with one process; training.max_steps changes them.", "")
+        show_pairs((name, r.header["Purpose"]) for name, r in listed.items() if not r.trains)
+        show_text("", "posswap recipes NAME prints one: its purpose, source, command, cost and expected result.")
+        show_text("posswap recipes NAME --copy copies it for editing; posswap train --keys lists what can be set.")
+        show_text("posswap train NAME model.name=MODEL --text books runs it.")
 
 
 def _as_json(recipe: Any) -> dict[str, Any]:
@@ -65,21 +75,3 @@ def _as_json(recipe: Any) -> dict[str, Any]:
         old, new, tokens, loads_with = recipe.swap
         header["swap"] = {"from": old, "to": new, "tokens": tokens, "loads_with": loads_with}
     return {"name": recipe.name, "trains": recipe.trains, **header, "file": str(recipe.path), "text": recipe.text}
-
-
-def _show_copied(copied_files: list[Path], *, trains: bool) -> None:
-    first, *included = map(str, copied_files)
-    show_text(f"{first} is yours to change" + (f"; it includes {', '.join(included)}." if included else "."))
-    if trains:
-        show_text(f"Run it with: posswap train {first}")
-
-
-def _show_list(listed: dict[str, Any]) -> None:
-    rows = [(name, *recipe.swap) for name, recipe in listed.items() if recipe.trains]
-    show_table(["recipe", "from", "to", "tokens", "loads with"], rows)
-    show_text("", "stock: stock transformers loads the result. plugin: it needs hf_posswap, or trust_remote_code.")
-    show_text("tokens: of the recipe's steps with one process; training.max_steps changes them.", "")
-    show_pairs((name, r.header["Purpose"]) for name, r in listed.items() if not r.trains)
-    show_text("", "posswap recipes NAME prints one: its purpose, source, command, cost and expected result.")
-    show_text("posswap recipes NAME --copy copies it for editing; posswap train --keys lists what can be set.")
-    show_text("posswap train NAME model.name=MODEL --text books runs it.")

@@ -39,8 +39,7 @@ from hf_posswap.utils.format import said_by
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
-    from hf_posswap.checking.report import CheckReport
-    from hf_posswap.checkpoints.doctor_findings import Diagnosis, Serving
+    from hf_posswap.checkpoints.doctor_findings import Serving
 
 
 def check(
@@ -100,7 +99,15 @@ def check(
     if json:
         show_json(report.to_dict())
     else:
-        _show_report(report)
+        show_pairs([("model", report.source), ("checked", "; ".join(report.checked) or "nothing")])
+        show_text("")
+        if report.findings:
+            rows = [(f"{each.severity} {each.code}", each.where, f"{each.what} {each.do}") for each in report.findings]
+            show_table(["finding", "where", "what, and what to do"], rows)
+        else:
+            show_text("Nothing found." if report.complete else "Nothing found in what was checked.")
+        if report.skipped:
+            show_text("", *(f"Not checked: {line}" for line in report.skipped))
     if not (report.clean and report.complete if strict else report.ok):
         raise typer.Exit(Code.OTHER)
 
@@ -126,18 +133,6 @@ def _imported(text: str) -> Any:
         sys.path.remove(os.getcwd())
 
 
-def _show_report(report: CheckReport) -> None:
-    show_pairs([("model", report.source), ("checked", "; ".join(report.checked) or "nothing")])
-    show_text("")
-    if report.findings:
-        rows = [(f"{each.severity} {each.code}", each.where, f"{each.what} {each.do}") for each in report.findings]
-        show_table(["finding", "where", "what, and what to do"], rows)
-    else:
-        show_text("Nothing found." if report.complete else "Nothing found in what was checked.")
-    if report.skipped:
-        show_text("", *(f"Not checked: {line}" for line in report.skipped))
-
-
 def doctor(
     model: Model,
     gguf_file: GGUFFile = None,
@@ -161,24 +156,20 @@ def doctor(
     if json:
         show_json(diagnosis.to_dict())
     else:
-        _show_diagnosis(diagnosis)
+        checked = ", ".join(diagnosis.checked)
+        show_pairs([("checkpoint", diagnosis.source), ("positions", diagnosis.positions), ("checked", checked)])
+        show_text("")
+        if diagnosis.findings:
+            rows = [(finding.severity, finding.where, f"{finding.what} {finding.do}") for finding in diagnosis.findings]
+            show_table(["severity", "where", "what, and what to do"], rows)
+        else:
+            show_text("Nothing found.")
+        if diagnosis.serving:
+            show_text("", "Served by:")
+            for served in diagnosis.serving:
+                _show_serving(served)
     if not diagnosis.clean:
         raise typer.Exit(Code.OTHER)
-
-
-def _show_diagnosis(diagnosis: Diagnosis) -> None:
-    checked = ", ".join(diagnosis.checked)
-    show_pairs([("checkpoint", diagnosis.source), ("positions", diagnosis.positions), ("checked", checked)])
-    show_text("")
-    if diagnosis.findings:
-        rows = [(finding.severity, finding.where, f"{finding.what} {finding.do}") for finding in diagnosis.findings]
-        show_table(["severity", "where", "what, and what to do"], rows)
-    else:
-        show_text("Nothing found.")
-    if diagnosis.serving:
-        show_text("", "Served by:")
-        for served in diagnosis.serving:
-            _show_serving(served)
 
 
 def _show_serving(served: Serving) -> None:

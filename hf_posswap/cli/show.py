@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,7 +119,16 @@ def show(
                 model, chosen, also or [], folder, lengths=lengths, documents=documents_source, limit=documents,
                 factor=factor, by_layer=layers, dark=dark, device=device, trust_remote_code=trust_remote_code,
             )  # fmt: skip
-    return show_json([_plain(sheet) for sheet in drawn]) if json else _show(drawn)
+    if json:
+        return show_json(
+            [
+                {"picture": sheet.name, "file": str(sheet.path), "summary": sheet.summary, "said": list(sheet.said)}
+                for sheet in drawn
+            ]
+        )
+    for sheet in drawn:
+        show_pairs([(str(sheet.path), sheet.summary)])
+        show_text(*(f"  {line}" for line in sheet.said), "")
 
 
 def _shape(model: str | None, heads: int, dim: int, window: int, trust_remote_code: bool) -> dict[str, Any]:
@@ -130,16 +138,6 @@ def _shape(model: str | None, heads: int, dim: int, window: int, trust_remote_co
     from hf_posswap.checkpoints.load import load
 
     return {"model": load(source_of(model), trust_remote_code=trust_remote_code)}
-
-
-def _plain(drawn: Drawn) -> dict[str, Any]:
-    return {"picture": drawn.name, "file": str(drawn.path), "summary": drawn.summary, "said": list(drawn.said)}
-
-
-def _show(drawn: Sequence[Drawn]) -> None:
-    for picture in drawn:
-        show_pairs([(str(picture.path), picture.summary)])
-        show_text(*(f"  {line}" for line in picture.said), "")
 
 
 def check_attention_options(is_requested: bool, model: str | None, options: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
     from hf_posswap import SwapPlan
-    from hf_posswap.patching.inspect.describe import Explanation
 
 
 def explain(
@@ -101,21 +100,17 @@ def explain(
     if json:
         show_json(explanation.to_dict())
     else:
-        _show_explanation(explanation)
+        show_pairs(explanation.report.rows())
+        if explanation.schemes:
+            show_text("")
+            show_table(["scheme", "in this model"], explanation.schemes.items())
+        if explanation.plan is not None:
+            show_text("")
+            show_plan(explanation.plan)
+        if explanation.refusal is not None:
+            show_text("", f"refused: {explanation.refusal}")
     if explanation.refusal is not None:
         raise typer.Exit(Code.UNSUPPORTED)
-
-
-def _show_explanation(explanation: Explanation) -> None:
-    show_pairs(explanation.report.rows())
-    if explanation.schemes:
-        show_text("")
-        show_table(["scheme", "in this model"], explanation.schemes.items())
-    if explanation.plan is not None:
-        show_text("")
-        show_plan(explanation.plan)
-    if explanation.refusal is not None:
-        show_text("", f"refused: {explanation.refusal}")
 
 
 def show_plan(plan: SwapPlan) -> None:

@@ -264,7 +264,19 @@ def show_dry_run(report: DryRun, *, json: bool) -> None:
     if json:
         show_json(report.to_dict())
     else:
-        _show_prediction(report)
+        for prediction in report.predictions:
+            if prediction.phase:
+                show_text(prediction.phase)
+            show_pairs(prediction.rows())
+        show_text(*report.said)
+        _show_total(report.predictions)
+        if report.change is not None:
+            show_text("", f"The smallest change that makes it fit: {report.change.said}")
+            for prediction in report.changed:
+                show_pairs(prediction.rows())
+            _show_total(report.changed)
+        elif report.fits is False:
+            show_text("", "No change that is known here makes it fit: take a shorter data.length, or a larger GPU.")
     if report.fits is False:
         raise typer.Exit(Code.UNSUPPORTED)
 
@@ -274,19 +286,3 @@ def _show_total(predictions: Sequence[Prediction]) -> None:
 
     show_text("")
     show_pairs([total_row(predictions)])
-
-
-def _show_prediction(report: DryRun) -> None:
-    for prediction in report.predictions:
-        if prediction.phase:
-            show_text(prediction.phase)
-        show_pairs(prediction.rows())
-    show_text(*report.said)
-    _show_total(report.predictions)
-    if report.change is not None:
-        show_text("", f"The smallest change that makes it fit: {report.change.said}")
-        for prediction in report.changed:
-            show_pairs(prediction.rows())
-        _show_total(report.changed)
-    elif report.fits is False:
-        show_text("", "No change that is known here makes it fit: take a shorter data.length, or a larger GPU.")

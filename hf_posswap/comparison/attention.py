@@ -132,7 +132,9 @@ def compare_attention(
         raise OptionError(f"factor is a number of at least 1, got {factor!r}.")
     by_name = _checked_candidates(candidates)
     loader = ModelLoader({}, device, trust_remote_code=trust_remote_code)
-    window = _window(loader, next(iter(by_name.values())))
+    model = unwrap(loader.model(replace(next(iter(by_name.values())), scheme=None), 0))
+    check_reads_text(model)
+    window = reach_of(model).window
     loaded_tokenizer = tokenizer_for(list(by_name.values()), tokenizer, trust_remote_code=trust_remote_code)
     requested = _lengths(lengths, window, factor, next(iter(by_name)))
     read = read_documents(text, loaded_tokenizer, length=requested[-1], limit=count, column=column)
@@ -156,13 +158,6 @@ def _checked_candidates(candidates: Sequence[Candidate | PreTrainedModel | str |
     for candidate in chosen:
         candidate.check()
     return dict(zip(names, chosen, strict=True))
-
-
-def _window(loader: ModelLoader, first: Candidate) -> int:
-    """Return the original window of the first model, after checking that it reads texts."""
-    model = unwrap(loader.model(replace(first, scheme=None), 0))
-    check_reads_text(model)
-    return reach_of(model).window
 
 
 def _measure(

@@ -150,21 +150,17 @@ def against_base(base: Work, other: Work) -> dict[str, Any]:
     """
     differences: dict[str, Any] = {}
     if base.raw.get("losses") and other.raw.get("losses"):
-        differences["lengths"] = _losses(base, other)
+        rows = []
+        for length in sorted(set(base.lengths) & set(other.lengths)):
+            before, after = (document_losses(work, length).sum(axis=1, dtype=np.float64) for work in (base, other))
+            change = paired_change(before, after, np.full(len(before), length - 1), seed=base.settings.seed)
+            rows.append({"length": length} | dataclasses.asdict(change))
+        differences["lengths"] = holm_corrected(rows)
     if "passkey" in base.raw and "passkey" in other.raw:
         differences["passkey"] = _needles(base.raw["passkey"], other.raw["passkey"])
     if "ruler_lite" in base.raw and "ruler_lite" in other.raw:
         differences["ruler_lite"] = _tasks(base.raw["ruler_lite"], other.raw["ruler_lite"], base.settings.seed)
     return differences
-
-
-def _losses(base: Work, other: Work) -> list[dict[str, Any]]:
-    rows = []
-    for length in sorted(set(base.lengths) & set(other.lengths)):
-        before, after = (document_losses(work, length).sum(axis=1, dtype=np.float64) for work in (base, other))
-        change = paired_change(before, after, np.full(len(before), length - 1), seed=base.settings.seed)
-        rows.append({"length": length} | dataclasses.asdict(change))
-    return holm_corrected(rows)
 
 
 def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] | None:

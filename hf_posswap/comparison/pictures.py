@@ -67,7 +67,11 @@ def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
         by_position += [_position_curve(None, sliding["name"], sliding)] if sliding else []
         draw_loss_by_position(by_position, window, folder / LOSS, below=below)
         drawn.append(LOSS)
-    grids = {name: _cells(model) for name, model in models.items() if model.get("passkey")}
+    grids = {
+        name: [Cell(c["length"], c["depth"], c["share"], c["answer_nll"]) for c in model["passkey"]["cells"]]
+        for name, model in models.items()
+        if model.get("passkey")
+    }
     if grids:
         lengths = sorted({cell.length for cells in grids.values() for cell in cells})
         trials = results["settings"]["trials"]
@@ -110,7 +114,3 @@ def _position_curve(number: int | None, name: str, model: dict[str, Any]) -> Cur
 def _curve(number: int | None, name: str, model: dict[str, Any], points: tuple[Point, ...]) -> Curve:
     ends = next(iter(model.get("cannot_run", {}).values()), None)
     return Curve(name, points, ends, reference=number is None, number=number)
-
-
-def _cells(model: dict[str, Any]) -> list[Cell]:
-    return [Cell(c["length"], c["depth"], c["share"], c["answer_nll"]) for c in model["passkey"]["cells"]]

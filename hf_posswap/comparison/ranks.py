@@ -77,12 +77,18 @@ def open_ranks(*, alone: bool = False) -> Ranks:
     """
     if alone or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
+    import torch
+
     try:
         from accelerate import PartialState
     except ImportError as error:
         raise MissingDependencyError("accelerate", "train") from error
     connects = not is_connected()
-    state = PartialState(cpu=_on_cpu(), timeout=_PATIENCE)  # keeps an existing connection
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type == "mps":  # none that several processes can use
+        on_cpu = True
+    state = PartialState(cpu=on_cpu, timeout=_PATIENCE)  # keeps an existing connection
     if connects:
         atexit.register(state.destroy_process_group)
     return Ranks(state.process_index, state.num_processes, state.device)
@@ -96,12 +102,3 @@ def is_main_process() -> bool:
         True
     """
     return os.environ.get("RANK", "0") == "0"
-
-
-def _on_cpu() -> bool:
-    """Return whether the launch requests the CPU, or there is no accelerator that several processes can use."""
-    import torch
-
-    is_requested = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return is_requested or accelerator is None or accelerator.type == "mps"

@@ -50,26 +50,21 @@ def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
 
     package = sys.modules[__name__.partition(".")[0]]
     gpus = sorted({torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"})
+    try:
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    processors = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "hf_posswap": package.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers_version,
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": next(filter(None, processors), platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     } | ({"gpu": ", ".join(gpus)} if gpus else {})
-
-
-def _processor() -> str:
-    """Return the processor's name."""
-    try:
-        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next((name for name in names if name), platform.processor() or platform.machine())
 
 
 def date_now() -> str:
@@ -205,6 +200,11 @@ def collect_results(
         lengths: the requested lengths.
         command: the command line, or None.
     """
+    count, notes = len(base.documents.names), []
+    if count < LEAST_DOCUMENTS:
+        notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
+    if base.documents.protocol == JOINED:
+        notes.append(f"Concatenating protocol: {base.documents.said}.")
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
@@ -216,7 +216,7 @@ def collect_results(
         "data": base.documents.to_dict() | {"tokenizer": _tokenizer(base.tokenizer)},
         "made": {"command": command, "date": date_now()},
         "environment": environment([work.subject.model.device for work in works]),
-        "notes": _notes(base),
+        "notes": notes,
         "models": {work.subject.name: _model(work, lengths) | measured[work.subject.name] for work in works},
         "comparisons": dict(comparisons),
         "sliding": sliding,
@@ -271,12 +271,3 @@ def _model(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
 
 def _tokenizer(tokenizer: Any) -> dict[str, Any]:
     return {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer), "bos": tokenizer.bos_token_id}
-
-
-def _notes(work: Work) -> list[str]:
-    count, notes = len(work.documents.names), []
-    if count < LEAST_DOCUMENTS:
-        notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
-    if work.documents.protocol == JOINED:
-        notes.append(f"Concatenating protocol: {work.documents.said}.")
-    return notes

@@ -291,7 +291,11 @@ def compare(
     if folder is not None and pictures:
         require_pictures()
     check_paths(text)
-    _check_early(settings, folder)
+    # before a tokenizer or a model is loaded
+    if settings.key_spans is not None:
+        KeySpans.load(settings.key_spans)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"cannot write to the folder {shown(folder)}: it is a file. Choose another.")
     loaded_tokenizer = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
     loader = ModelLoader({}, ranks.device if device is None else device, dtype, trust_remote_code)
@@ -319,14 +323,6 @@ def _with_length(candidate: Candidate, max_length: int | None) -> Candidate:
     if candidate.scheme is None or candidate.max_length is not None:
         return candidate
     return replace(candidate, max_length=max_length)
-
-
-def _check_early(settings: EvalSettings, folder: Path | None) -> None:
-    """Check key spans and the folder before a tokenizer or a model is loaded."""
-    if settings.key_spans is not None:
-        KeySpans.load(settings.key_spans)
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"cannot write to the folder {shown(folder)}: it is a file. Choose another.")
 
 
 def _open_store(folder: Path | None, ranks: Ranks) -> RunStore:

@@ -72,8 +72,9 @@ class EvalSettings:
     key_spans: Path | None = None
 
     def __post_init__(self) -> None:
+        lengths = self.lengths
         for name, value in {
-            "lengths": _numbers(self.lengths),
+            "lengths": None if lengths is None else (lengths,) if isinstance(lengths, int) else _items(lengths),
             "metrics": _names(self.metrics),
             "depths": _items(self.depths),
             "key_spans": Path(self.key_spans) if isinstance(self.key_spans, str) else self.key_spans,
@@ -90,17 +91,14 @@ class EvalSettings:
             value = getattr(self, name)
             if not _is_whole(value, 1) and not (value is None and name in ("tail", "stride")):
                 raise OptionError(f"{name} is a whole number of at least 1, got {brief_repr(value)}.")
-        self._check_numbers()
-        if "longppl" in (self.metrics or ()) and self.key_spans is None:
-            raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
-
-    def _check_numbers(self) -> None:
         if not (_is_number(self.margin) and math.isfinite(self.margin) and self.margin >= 0):
             raise OptionError(f"margin is a number of nats per token, at least 0, got {brief_repr(self.margin)}.")
         if not _is_whole(self.seed, 0):
             raise OptionError(f"seed is a whole number of at least 0, got {brief_repr(self.seed)}.")
         if not self.depths or not all(_is_number(depth) and 0 <= depth <= 1 for depth in self.depths):
             raise OptionError(f"depths lie between 0 and 1, got {brief_repr(list(self.depths))}.")
+        if "longppl" in (self.metrics or ()) and self.key_spans is None:
+            raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
 
     def metrics_for(self, causal: bool) -> tuple[str, ...]:
         """Return the metrics to measure; the default depends on whether the model is causal."""
@@ -135,10 +133,6 @@ def merge_settings(settings: EvalSettings | None, given: dict[str, Any]) -> Eval
         )
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(settings or EvalSettings(), **changes)
-
-
-def _numbers(lengths: Any) -> Any:
-    return (lengths,) if isinstance(lengths, int) else None if lengths is None else _items(lengths)
 
 
 def _names(metrics: Any) -> Any:

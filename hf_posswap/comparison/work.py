@@ -142,20 +142,6 @@ class ProgressEstimator:
         self.pending.pop(key, None)
         self.speed.learn(load, seconds)
         self.tokens, self.spent = self.tokens + load.tokens, self.spent + seconds
-        self._show(loss)
-
-    @property
-    def done(self) -> int:
-        """Number of finished units of this run, over all processes."""
-        return min(len(self.finished) * self.share, self.total)
-
-    def status_text(self, loss: float | None) -> str:
-        """Return the progress as text."""
-        rate = f"{self.tokens / max(self.spent, 1e-9):,.0f} tokens/s"
-        more = "" if loss is None else f", loss {loss:.3f}"
-        return f"unit {self.done} of {self.total}, {rate}{more}, {_clock(self.left)} left"
-
-    def _show(self, loss: float | None) -> None:
         now = time.monotonic()
         if self._tqdm_bar is not None:
             self._tqdm_bar.total = self.total
@@ -172,6 +158,17 @@ class ProgressEstimator:
         elif self._bar is None and now - self.last_shown >= _QUIET_SECONDS:
             self.last_shown = now
             self.reporter.line(f"{self.label}: {self.status_text(loss)}")
+
+    @property
+    def done(self) -> int:
+        """Number of finished units of this run, over all processes."""
+        return min(len(self.finished) * self.share, self.total)
+
+    def status_text(self, loss: float | None) -> str:
+        """Return the progress as text."""
+        rate = f"{self.tokens / max(self.spent, 1e-9):,.0f} tokens/s"
+        more = "" if loss is None else f", loss {loss:.3f}"
+        return f"unit {self.done} of {self.total}, {rate}{more}, {_clock(self.left)} left"
 
     def __enter__(self) -> ProgressEstimator:
         if isinstance(self.reporter, BarReporter):

@@ -113,7 +113,9 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
     if ids.ndim != 2 or ids.shape[1] < 2 or not len(ids):
         raise DataError(f"tokens are ids [B, N], rows of at least 2 tokens, got {tuple(ids.shape)}.")
     check_reads_text(target)
-    reach, length = _reach(target), ids.shape[1]
+    reach, length = reach_of(target), ids.shape[1]
+    if target.config.is_encoder_decoder:  # its encoder reads the text: it is bidirectional, and reads it whole
+        reach = replace(reach, causal=False, prefix_consistent=False)
     if reach.limit is not None and length > reach.limit:
         raise PositionRangeError(f"{type(target).__name__} ends at {reach.limit} tokens, and the texts have {length}.")
     chunk_size = _chunk_size(target, length, reach, most_bytes)
@@ -140,12 +142,6 @@ def check_reads_text(model: PreTrainedModel) -> None:
 def _reader(model: Any) -> Any:
     """Return the stack that reads the text: the encoder of an encoder-decoder, otherwise the base model."""
     return model.get_encoder() if model.config.is_encoder_decoder else model.base_model
-
-
-def _reach(model: Any) -> Reach:
-    """Return the reach of the stack that reads the text; an encoder is bidirectional and reads a text whole."""
-    reach = reach_of(model)
-    return replace(reach, causal=False, prefix_consistent=False) if model.config.is_encoder_decoder else reach
 
 
 def _chunk_size(model: Any, length: int, reach: Reach, most_bytes: int) -> int:

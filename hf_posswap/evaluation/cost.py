@@ -302,7 +302,11 @@ def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, pr
     begin = _now(on_gpu)
     cache = _read(model, ids, prefill)
     seconds = _now(on_gpu) - begin
-    kept = _cache_bytes(model, cache)
+    layers = getattr(cache, "layers", None)
+    if not layers:
+        raise DataError(f"{type(model).__name__} caches no keys and values per layer: its cost is not measured.")
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     peak = torch.cuda.max_memory_allocated(model.device) - before if on_gpu else None
     steps = []
     for step in range(new_tokens):
@@ -341,14 +345,6 @@ def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
         )
         cache = cache_in(output)
     return cache
-
-
-def _cache_bytes(model: PreTrainedModel, cache: Any) -> int:
-    layers = getattr(cache, "layers", None)
-    if not layers:
-        raise DataError(f"{type(model).__name__} caches no keys and values per layer: its cost is not measured.")
-    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _now(on_gpu: bool) -> float:

@@ -64,7 +64,8 @@ def window_losses(
     for window in windows:
         room = window.stop - window.start - (bos is None)
         if not (0 <= window.start < window.stop <= len(tokens) and 1 <= window.scored <= room):
-            raise DataError(f"{window} does not fit a text of {len(tokens)} tokens, read {_with(bos)}.")
+            before = "without a token before it" if bos is None else f"with token {bos} before it"
+            raise DataError(f"{window} does not fit a text of {len(tokens)} tokens, read {before}.")
     losses = []
     for batch in _batches(windows, batch_tokens):
         rows = np.stack([tokens[window.start : window.stop] for window in batch]).astype(np.int64)
@@ -118,10 +119,6 @@ def _batches(windows: Sequence[Window], batch_tokens: int) -> Iterator[list[Wind
 
 def _shape(window: Window) -> tuple[int, int, bool | None]:
     return window.stop - window.start, window.scored, window.reads_last
-
-
-def _with(bos: int | None) -> str:
-    return "without a token before it" if bos is None else f"with token {bos} before it"
 
 
 def measure_losses(

@@ -288,7 +288,9 @@ def paired_change(
     differences = after - before  # [N]
     spread = spread_of(differences, counts, draws=draws, seed=seed)
     low, high = (spread.interval() if spread else None) or (None, None)
-    few = _too_few(len(differences))
+    few = None
+    if len(differences) < LEAST_DOCUMENTS:
+        few = f"{len(differences)} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed."
     p = None if few or not spread else max(spread.p(), sign_flip_p(differences, draws=draws, seed=seed))
     return Change(len(differences), float(differences.sum() / np.sum(counts)), low, high, p, few)
 
@@ -428,9 +430,3 @@ def non_inferiority(
     else:
         verdict = "not worse" if upper <= margin else "worse" if lower > margin else "undecided"
     return NonInferiority(change.documents, change.difference, upper, lower, margin, verdict, reason)
-
-
-def _too_few(documents: int) -> str | None:
-    if documents >= LEAST_DOCUMENTS:
-        return None
-    return f"{documents} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed."

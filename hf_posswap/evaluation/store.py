@@ -81,7 +81,9 @@ class RunStore:
         self._lock = None if folder is None else _locked(folder, part)
         if folder is not None:
             try:
-                self._values = _read(folder, repair=part == 0)
+                path = Path(LINES)
+                for lines in sorted(folder.glob(f"{path.stem}*{path.suffix}")):
+                    self._values |= _read_lines(lines, repair=part == 0)
             except BaseException:
                 self.close()
                 raise
@@ -184,15 +186,6 @@ def _acquired(path: Path, folder: Path) -> FileLock:
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error.strerror or error}. Choose another.") from error
     return lock
-
-
-def _read(folder: Path, *, repair: bool) -> dict[str, Value]:
-    """Return the values in `folder` by key; `repair` truncates a torn last line."""
-    values: dict[str, Value] = {}
-    path = Path(LINES)
-    for lines in sorted(folder.glob(f"{path.stem}*{path.suffix}")):
-        values |= _read_lines(lines, repair=repair)
-    return values
 
 
 def _read_lines(path: Path, *, repair: bool) -> dict[str, Value]:

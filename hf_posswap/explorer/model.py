@@ -122,7 +122,12 @@ def _commands(case: Case, typed: str | None, how: dict[str, Any], serving: tuple
     ask = line("advise", case.name, "--length", longer)
     if typed is None:
         return (ask, line("explain", case.name, "SCHEME", "--html"))
-    options = [word for name, value in how.items() if value not in (None, "auto") for word in _option(name, value)]
+    options = [
+        word
+        for name, value in how.items()
+        if value not in (None, "auto")
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     folder = f"{case.model.config.model_type}-{typed.partition(':')[0]}"
     lengths = f"{case.window},{longer}"
     return (
@@ -143,7 +148,3 @@ def _exports(folder: str, serving: tuple[Serving, ...]) -> list[str]:
         line("to-native", folder, "-o", stock),
         *(line("export", stock if program.converted else folder, "--target", program.target) for program in exact),
     ]
-
-
-def _option(name: str, value: Any) -> tuple[str, str]:
-    return f"--{name.replace('_', '-')}", str(value)

@@ -105,7 +105,8 @@ def arranged(calls: Iterable[Call]) -> tuple[Call, ...]:
     """Merge equal consecutive calls to chunks, and set `is_first` of each."""
     runs: dict[Any, Call] = {}
     for number, call in enumerate(calls):
-        group = (call.pair, call.causal, call.flip, call.heads, call.rows, id(call.bias), _lengths(call))
+        sizes = (call.queries[1] - call.queries[0], call.keys[1] - call.keys[0])
+        group = (call.pair, call.causal, call.flip, call.heads, call.rows, id(call.bias), sizes)
         last = runs.get(group)
         if last is not None and last.queries[1] == call.queries[0] and last.keys[1] == call.keys[0]:
             queries, keys = (last.queries[0], call.queries[1]), (last.keys[0], call.keys[1])
@@ -123,10 +124,6 @@ def numbered_anew(calls: Sequence[Call]) -> tuple[tuple[int, ...], tuple[Call, .
     """Return the indices of the pairs in `calls`, and the calls with pairs renumbered from 0."""
     numbers = sorted({call.pair for call in calls})
     return tuple(numbers), tuple(dataclasses.replace(call, pair=numbers.index(call.pair)) for call in calls)
-
-
-def _lengths(call: Call) -> tuple[int, int]:
-    return call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
 
 
 class _QueryCoverage:

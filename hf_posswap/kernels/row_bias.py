@@ -73,7 +73,8 @@ def linear_calls(
 
     @functools.cache  # calls with the same bias object can be merged
     def row(start: int, stop: int, backwards: bool) -> Tensor:
-        bias = _row(slopes, start, stop)
+        # m j, [1, h, 1, stop - start]
+        bias = slopes[None, :, None, None] * torch.arange(start, stop, dtype=slopes.dtype, device=slopes.device)
         return bias[..., 1:].flip(-1) if backwards else bias  # for `Call.flip`: without the first key
 
     calls: list[Call] = []
@@ -110,11 +111,6 @@ def _block(
                 heads, near = (group * share, after * share), high - keys
                 some = tile._replace(keys=(near, high))
                 yield Call.of(some, 0, segment.rows, heads=heads, bias=bias[:, heads[0] : heads[1], :, near - low :])
-
-
-def _row(slopes: Tensor, start: int, stop: int) -> Tensor:
-    """Return m j for j from `start` to `stop`, [1, h, 1, stop - start]."""
-    return slopes[None, :, None, None] * torch.arange(start, stop, dtype=slopes.dtype, device=slopes.device)
 
 
 def _windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, share: int) -> list[int]:

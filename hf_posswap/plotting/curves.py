@@ -18,7 +18,6 @@ from hf_posswap.plotting.styles import sign_of, stroke_of, style_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
-    from matplotlib.patches import Rectangle
 
 
 _TALLEST = 40.0
@@ -328,6 +327,8 @@ def _panel(
     ax: Axes, name: str, cells: Sequence[Cell], lengths: Sequence[int], depths: Sequence[float], window: int
 ) -> AxesImage:
     """Draw one model's grid and return its image for the colour bar."""
+    from matplotlib.patches import Rectangle
+
     cell_at = {(cell.depth, cell.length): cell for cell in cells}
     shares = [[cell_at[d, n].share if (d, n) in cell_at else math.nan for n in lengths] for d in depths]
     image = ax.imshow(shares, vmin=0.0, vmax=1.0, cmap="Greens", aspect="auto")
@@ -335,7 +336,10 @@ def _panel(
         for column, length in enumerate(lengths):
             cell = cell_at.get((depth, length))
             if cell is None:
-                ax.add_patch(_hatched(column, row))
+                corner = (column - 0.5, row - 0.5)
+                ax.add_patch(
+                    Rectangle(corner, 1, 1, hatch="///", facecolor="#f4f4f4", edgecolor="#c0c0c0", linewidth=0)
+                )
             else:
                 colour = "white" if cell.share > 0.6 else canvas.INK
                 text = f"{cell.share:.0%}\n{cell.nll:.1f} nats"
@@ -351,10 +355,3 @@ def _panel(
     for spine in ax.spines.values():
         spine.set_visible(False)
     return image
-
-
-def _hatched(column: int, row: int) -> Rectangle:
-    from matplotlib.patches import Rectangle
-
-    corner = (column - 0.5, row - 0.5)
-    return Rectangle(corner, 1, 1, hatch="///", facecolor="#f4f4f4", edgecolor="#c0c0c0", linewidth=0)

@@ -16,13 +16,11 @@ import hf_posswap
 from hf_posswap.errors import DataError, SchemeError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.tools.centring import check_centring
 from hf_posswap.quickstart.base import Base, QuickstartSettings
-from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search import check_fit
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe
-    from hf_posswap.training.config.settings import SwapSettings
 
 BASE, CONTROL = "base", "control"
 _SMALL_MODEL = 20_000_000  # parameters, up to which the recipes' own rates do
@@ -90,23 +88,18 @@ def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Vari
             assert scheme is not None
             plan = hf_posswap.plan_swap(base.model, scheme, max_length=recipe.swap.max_length)
             fitted = plan.scheme if isinstance(scheme, RotaryScheme) else scheme
-            kept.append(_with_possible_start(variant, base, recipe.swap, fitted))
+            without = []  # what the base does not support
+            if recipe.swap.centre and not _can(check_centring, base.model):
+                without.append("swap.centre=false")
+            if recipe.swap.fit and not _can(check_fit, base.model, fitted):
+                without.append("swap.fit=0")
+            kept.append(dataclasses.replace(variant, settings=(*variant.settings, *without)))
         except (UnsupportedSwapError, UnsupportedModelError, SchemeError) as error:
             left_out[variant.name] = str(error)
     if not kept:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise DataError(f"no swap can be made in {type(base.model).__name__}: {reasons}")
     return [_CONTROL, *kept], left_out
-
-
-def _with_possible_start(variant: Variant, base: Base, swap: SwapSettings, scheme: Scheme) -> Variant:
-    """Return `variant` without centring or fitting if the base does not support it."""
-    without = []
-    if swap.centre and not _can(check_centring, base.model):
-        without.append("swap.centre=false")
-    if swap.fit and not _can(check_fit, base.model, scheme):
-        without.append("swap.fit=0")
-    return dataclasses.replace(variant, settings=(*variant.settings, *without))
 
 
 def _can(check: Callable[..., None], *given: Any) -> bool:

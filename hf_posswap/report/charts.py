@@ -71,21 +71,17 @@ def ticks(scale: Scale, wanted: int) -> list[float]:
         ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [5.0, 10.0, 20.0, 50.0])
     """
     if scale.log and scale.high / scale.low > 2.5:
-        return _log_ticks(scale, wanted)
+        for steps in _LOG_STEPS:
+            inside = [m * 10.0**e for e in range(-9, 12) for m in steps if scale.low <= m * 10.0**e <= scale.high]
+            if len(inside) <= wanted:
+                return inside
+        decades = [10.0**e for e in range(-9, 300) if scale.low <= 10.0**e <= scale.high]
+        return decades[:: -(-len(decades) // wanted)]
     raw = (scale.high - scale.low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in _STEPS if m * power >= raw * 0.999)
     first = math.ceil(scale.low / step - 1e-9)
     return [round(k * step, 12) for k in range(first, math.floor(scale.high / step + 1e-9) + 1)]
-
-
-def _log_ticks(scale: Scale, wanted: int) -> list[float]:
-    for steps in _LOG_STEPS:
-        inside = [m * 10.0**e for e in range(-9, 12) for m in steps if scale.low <= m * 10.0**e <= scale.high]
-        if len(inside) <= wanted:
-            return inside
-    decades = [10.0**e for e in range(-9, 300) if scale.low <= 10.0**e <= scale.high]
-    return decades[:: -(-len(decades) // wanted)]
 
 
 def length_ticks(scale: Scale, wanted: int) -> list[float]:
@@ -203,12 +199,9 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
         >>> chart.count('class="plot'), chart.count("<base>"), chart.count("original window")
         (2, 0, 2)
     """
-    return tag("div", _legend(lines), *(_draw(lines, axes, size) for size in _SIZES), class_="chart")
-
-
-def _legend(lines: Sequence[Line]) -> Markup:
     keys = [tag("button", mark(line.number), line.name, type="button", data_model=line.number) for line in lines]
-    return tag("div", *keys, class_="legend")
+    legend = tag("div", *keys, class_="legend")
+    return tag("div", legend, *(_draw(lines, axes, size) for size in _SIZES), class_="chart")
 
 
 def _draw(lines: Sequence[Line], axes: Axes, size: _Size) -> Markup:
@@ -251,7 +244,19 @@ def _frame(axes: Axes, size: _Size, x: Scale, y: Scale) -> Markup:
     elements.append(tag("text", axes.x, x=middle, y=size.height - 8, class_="name", text_anchor="middle"))
     elements.append(tag("text", axes.y, x=4, y=12, class_="name"))
     if axes.window:
-        elements.append(_window(axes.edge, x(axes.window), bottom, right))
+        at = x(axes.window)
+        beyond = tag("rect", x=_px(at), y=_TOP, width=_px(right - at), height=bottom - _TOP, class_="beyond")
+        edge = tag("line", x1=_px(at), x2=_px(at), y1=_TOP, y2=bottom, class_="window")
+        fits = right - at > 110
+        label = tag(
+            "text",
+            axes.edge,
+            x=_px(at + 6 if fits else at - 6),
+            y=bottom - 8,
+            class_="window-name",
+            text_anchor="start" if fits else "end",
+        )
+        elements.append(join(beyond, edge, label))
     return join(*elements)
 
 
@@ -261,21 +266,6 @@ def _zero_label(axes: Axes, size: _Size, y: Scale) -> Markup | None:
         return None
     right = size.width - axes.margin(size)
     return tag("text", axes.zero_name, x=right - 6, y=_px(y(0.0) - 6), class_="zero-name", text_anchor="end")
-
-
-def _window(name: str, at: float, bottom: float, right: float) -> Markup:
-    beyond = tag("rect", x=_px(at), y=_TOP, width=_px(right - at), height=bottom - _TOP, class_="beyond")
-    edge = tag("line", x1=_px(at), x2=_px(at), y1=_TOP, y2=bottom, class_="window")
-    fits = right - at > 110
-    label = tag(
-        "text",
-        name,
-        x=_px(at + 6 if fits else at - 6),
-        y=bottom - 8,
-        class_="window-name",
-        text_anchor="start" if fits else "end",
-    )
-    return join(beyond, edge, label)
 
 
 def _band(line: Line, x: Scale, y: Scale) -> Markup | None:

@@ -45,12 +45,13 @@ def join(*content: object) -> Markup:
         >>> join("a & b", None, Markup("<br>"))
         'a &amp; b<br>'
     """
-    present = (item for item in content if item is not None)
-    return Markup("".join(p if isinstance(p, Markup) else _escaped(p) for p in present))
-
-
-def _escaped(item: object) -> str:
-    return html.escape(printable_lines(str(item)), quote=True)
+    return Markup(
+        "".join(
+            item if isinstance(item, Markup) else html.escape(printable_lines(str(item)), quote=True)
+            for item in content
+            if item is not None
+        )
+    )
 
 
 def json_script(value: Any, identity: str) -> Markup:

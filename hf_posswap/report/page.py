@@ -81,7 +81,24 @@ def render_html(results: dict[str, Any]) -> str:
     """
     check_results(results)
     try:
-        return _page(results)
+        shown = [section for make in _SECTIONS if (section := make(results)) is not None]
+        models, data = results["models"], results["data"]
+        title = f"{len(models)} models by length" if len(models) > 1 else f"{results['base']} by length"
+        lead = (
+            f"Baseline: {results['base']}; original window {results['window']:,} tokens; "
+            f"{data['documents']} documents of {data['source']}, up to {max(results['lengths']):,} tokens."
+        )
+        gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
+        notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]
+        script = files("hf_posswap.report").joinpath("page.js").read_text(encoding="utf-8")
+        return document(
+            title,
+            tag("header", tag("h1", title), tag("p", lead, class_="lead"), *notes),
+            tag("main", *shown),
+            tag("div", id="tip", role="status", hidden=True),
+            json_script(results, "results"),
+            tag("script", Markup(script)),
+        )
     except PosswapError:
         raise
     except Exception as error:  # in edited results, anything may be missing or have another type
@@ -89,26 +106,6 @@ def render_html(results: dict[str, Any]) -> str:
             f"these results cannot be shown ({type(error).__name__}: {str(error)[:200] or 'no details'}): they were "
             "edited or are incomplete. Restore them, or run the evaluation again."
         ) from error
-
-
-def _page(results: dict[str, Any]) -> str:
-    shown = [section for make in _SECTIONS if (section := make(results)) is not None]
-    models, data = results["models"], results["data"]
-    title = f"{len(models)} models by length" if len(models) > 1 else f"{results['base']} by length"
-    lead = (
-        f"Baseline: {results['base']}; original window {results['window']:,} tokens; "
-        f"{data['documents']} documents of {data['source']}, up to {max(results['lengths']):,} tokens."
-    )
-    gaps = [f"{metric} was not measured: {why}" for metric, why in common_gaps(results)]
-    notes = [tag("p", note, class_="warning") for note in [*results["notes"], *gaps]]
-    return document(
-        title,
-        tag("header", tag("h1", title), tag("p", lead, class_="lead"), *notes),
-        tag("main", *shown),
-        tag("div", id="tip", role="status", hidden=True),
-        json_script(results, "results"),
-        tag("script", _asset("page.js")),
-    )
 
 
 def check_results(results: Any) -> None:
@@ -131,7 +128,3 @@ def check_results(results: Any) -> None:
         raise DataError(
             f"these results are incomplete: {', '.join(missing) or 'models'} is missing. Run the evaluation again."
         )
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files("hf_posswap.report").joinpath(name).read_text(encoding="utf-8"))

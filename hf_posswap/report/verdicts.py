@@ -53,16 +53,13 @@ def _card(results: Results, number_of_model: int, name: str, model: dict[str, An
         sentences.append(near_said(model["vectors"]))
     sentences += [f"{metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
     baseline_note = "the baseline" if name == results["base"] and len(results["models"]) > 1 else None
-    subtitle = "; ".join(filter(None, [_mechanism(model), baseline_note]))
+    plan = model["plan"]
+    mechanism = None if plan is None else f"{scheme_name(plan['scheme'])}, {plan['route']} route"
+    subtitle = "; ".join(filter(None, [mechanism, baseline_note]))
     title = tag("h3", mark(number_of_model), name, subtitle and tag("small", subtitle))
     css_class = conclusion and f"conclusion {_VERDICT_MARKS.get(conclusion.verdict, 'open')}"
     first = conclusion and tag("p", conclusion.text, class_=css_class)
     return tag("article", title, first, tag("ul", *(tag("li", text) for text in sentences if text)), class_="card")
-
-
-def _mechanism(model: dict[str, Any]) -> str | None:
-    plan = model["plan"]
-    return None if plan is None else f"{scheme_name(plan['scheme'])}, {plan['route']} route"
 
 
 def _long(results: Results, model: dict[str, Any]) -> str | None:

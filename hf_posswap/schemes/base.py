@@ -286,7 +286,10 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     if isinstance(scheme, Mapping) and scheme and all(isinstance(key, int) for key in scheme):
         scheme, options = "per_layer", {"layers": scheme, **options}
     if isinstance(scheme, dict):
-        _refuse_deep(scheme)
+        try:
+            refuse_deep(scheme)
+        except ValueError as error:
+            raise SchemeError(f"this dict is no scheme: {error}.") from error
         scheme, options = _from_dict(scheme, options)
     if isinstance(scheme, str) and _is_written_as_sum(scheme):
         return _sum_of(_PLUS.split(scheme.strip()), options)
@@ -327,13 +330,6 @@ def _sum_of(terms: list[str], options: dict[str, Any]) -> Scheme:
     for other in others:
         first = first + other
     return first
-
-
-def _refuse_deep(scheme: dict[Any, Any]) -> None:
-    try:
-        refuse_deep(scheme)
-    except ValueError as error:
-        raise SchemeError(f"this dict is no scheme: {error}.") from error
 
 
 def scheme_class(name: str) -> type[Scheme]:

@@ -207,17 +207,14 @@ class Sinusoidal(TableScheme):
         growth = None
         if rows > count:
             growth = lengths[count:].max().item() / inside if inside else 0.0
-            self._check_growth(growth)
+            if growth > _MOST_GROWTH:
+                raise SchemeError(
+                    f"{self.name}: with ridge={self.ridge:g} rows beyond the old table are up to {growth:.3g} times as "
+                    f"long as those inside, the limit is {_MOST_GROWTH:g}: the fit is too close to the old rows. "
+                    "Give a larger ridge."
+                )
         scale = fitted[:rows].square().mean().sqrt().item()
         return dataclasses.replace(self, scale=scale, residual=left / spread if spread else 0.0, growth=growth)
-
-    def _check_growth(self, growth: float) -> None:
-        if growth > _MOST_GROWTH:
-            raise SchemeError(
-                f"{self.name}: with ridge={self.ridge:g} rows beyond the old table are up to {growth:.3g} times as "
-                f"long as those inside, the limit is {_MOST_GROWTH:g}: the fit is too close to the old rows. "
-                "Give a larger ridge."
-            )
 
     def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         scale = self._scale()

@@ -90,20 +90,17 @@ def load_progress(path: Path, identity: dict[str, Any]) -> Progress:
                 "another file, or delete it."
             )
     try:
-        return _progress(data["progress"])
+        saved = data["progress"]
+        return Progress(
+            iteration=int(saved["iteration"]),
+            population=[Member(_candidate(row[:3]), float(row[3])) for row in saved["population"]],
+            seen={_candidate(row) for row in saved["seen"]},
+            seeds={str(name): float(loss) for name, loss in saved["seeds"].items()},
+            best=[float(loss) for loss in saved["best"]],
+            evaluations=[int(count) for count in saved["evaluations"]],
+        )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is an incomplete state of search_longrope ({error!r}); delete it.") from error
-
-
-def _progress(data: dict[str, Any]) -> Progress:
-    return Progress(
-        iteration=int(data["iteration"]),
-        population=[Member(_candidate(row[:3]), float(row[3])) for row in data["population"]],
-        seen={_candidate(row) for row in data["seen"]},
-        seeds={str(name): float(loss) for name, loss in data["seeds"].items()},
-        best=[float(loss) for loss in data["best"]],
-        evaluations=[int(count) for count in data["evaluations"]],
-    )
 
 
 def _candidate(row: list[Any]) -> Candidate:

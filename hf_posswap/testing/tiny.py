@@ -219,7 +219,12 @@ def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: in
         return skeleton.to("meta")  # some classes create parameters on the CPU on any device
     with PrivateRandomness(seed):
         model = cls(config)
-        _randomise(model)
+        with torch.no_grad():  # random values for all trainable weights: one of 0 or 1 would hide errors
+            for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+                if parameter.ndim > 1:
+                    nn.init.normal_(parameter, std=0.2)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
 
 
@@ -254,13 +259,3 @@ def _decodes(cls: type[PreTrainedModel]) -> bool:
     names = {field.name for field in dataclasses.fields(config)}
     encodes_too = {"encoder_layers", "num_encoder_layers"} & names
     return cls.__name__ in class_names("CAUSAL_LM").values() and "is_decoder" in names and not encodes_too
-
-
-def _randomise(model: nn.Module) -> None:
-    """Set every trainable weight to random values: a weight of 0 or 1 would hide errors."""
-    with torch.no_grad():
-        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -158,7 +158,8 @@ class ChatEncoder:
             )
         if messages is None:
             return self._encode_text(chat)
-        ids, mask = self._render(chat, messages, mask=self.assistant_only and self._marks_assistant(chat))
+        marks = self.assistant_only and _GENERATION.search(self._template(chat)) is not None
+        ids, mask = self._render(chat, messages, mask=marks)
         counted = np.ones(len(ids), dtype=bool)
         if self.assistant_only:
             counted &= self._assistant_by_prefix(chat, messages, ids) if mask is None else np.array(mask, dtype=bool)
@@ -196,9 +197,6 @@ class ChatEncoder:
                 "template, such as the instruct version's. Prompt and completion as text need none."
             )
         return self.tokenizer.get_chat_template(tools=chat.row.get("tools"))
-
-    def _marks_assistant(self, chat: Chat) -> bool:
-        return _GENERATION.search(self._template(chat)) is not None
 
     def _render(
         self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, mask: bool = False

@@ -85,7 +85,14 @@ def python_corpus(stdlib: Path | None = None, *, held_out: float = 0.1) -> Corpu
         True
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
-    documents = [*_sources(root), *(_topics() if stdlib is None else [])]
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        components = path.relative_to(root).parts
+        if _SKIPPED.isdisjoint(components) and not components[0].startswith("config-"):
+            text = _read(path)
+            if text:
+                documents.append(Document("/".join(("stdlib", *components)), text))
+    documents += _topics() if stdlib is None else []
     size = sum(len(document.text) for document in documents)
     if size < _LEAST_BYTES:
         raise DataError(
@@ -123,17 +130,6 @@ def split(documents: Iterable[Document], held_out: float) -> Corpus:
 def _hash_position(name: str) -> float:
     """Return a number in [0, 1) that depends only on `name`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") / 2**56
-
-
-def _sources(root: Path) -> list[Document]:
-    documents = []
-    for path in sorted(root.rglob("*.py")):
-        components = path.relative_to(root).parts
-        if _SKIPPED.isdisjoint(components) and not components[0].startswith("config-"):
-            text = _read(path)
-            if text:
-                documents.append(Document("/".join(("stdlib", *components)), text))
-    return documents
 
 
 def _read(path: Path) -> str:

@@ -95,7 +95,8 @@ def _loss(model: Any, inputs: dict[str, Any], targets: Tensor, chunk: int, num_i
             return summed_cross_entropy(apart.head(chunk_states).float(), chosen_targets[span].to(chunk_states.device))
 
         total = sum_in_chunks(chunk_loss, states.flatten(0, 1)[counted.to(states.device)], chunk)
-        return total / (len(chosen_targets) if num_items is None else _to_device_of(num_items, total))
+        count = len(chosen_targets) if num_items is None else num_items
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     return run_body_and_head(model, model_inputs, use)
 
@@ -111,10 +112,6 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         fused: Tensor = liger_cross_entropy(logits, targets, reduction="sum")
         return fused
     return functional.cross_entropy(logits, targets, reduction="sum")
-
-
-def _to_device_of(number: Tensor | int, other: Tensor) -> Tensor | int:
-    return number.to(other.device) if isinstance(number, Tensor) else number
 
 
 def sum_in_chunks(loss: ChunkLoss, states: Tensor, chunk: int) -> Tensor:
@@ -229,7 +226,8 @@ def chunking_problem(model: Any, inputs: dict[str, Any], *, chunk: int, causal: 
     try:
         model_loss = model(**batch | without_cache(inner)).loss
         chunked_loss = loss(model, batch, chunk=max(1, min(chunk, batch["input_ids"].numel() // 4)))
-        difference = _relative_error(chunked_loss, model_loss)
+        actual, expected = chunked_loss.detach().float(), model_loss.detach().float()
+        difference = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
         if not difference <= _tolerance(inner):
             return f"{type(inner).__name__} has a loss of {model_loss:.6g}, and {chunked_loss:.6g} in chunks"
         gradients = [
@@ -285,11 +283,6 @@ def _some_parameters(model: Any) -> dict[str, Tensor]:
     half = _PARAMETERS // 2
     chosen = names if len(names) <= _PARAMETERS else [*names[:half], *names[-half:]]
     return {name: trained[name] for name in chosen}
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    actual, expected = actual.detach().float(), expected.detach().float()
-    return float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
 
 
 def _tolerance(inner: Any) -> float:

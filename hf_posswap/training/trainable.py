@@ -135,11 +135,15 @@ def linear_layers(base: Any) -> list[str]:
         >>> linear_layers(model)
         ['attn.c_attn', 'attn.c_proj']
     """
+    from transformers.pytorch_utils import Conv1D
+
     names: set[str] = set()
     for path in attention_paths(base):
         prefix = path.removeprefix(block_of(path)).strip(".")
         modules = base.get_submodule(path).named_modules()
-        names |= {".".join(filter(None, (prefix, name))) for name, module in modules if is_linear(module)}
+        names |= {
+            ".".join(filter(None, (prefix, name))) for name, module in modules if isinstance(module, nn.Linear | Conv1D)
+        }
     if not names:
         raise ConfigError(
             f"peft: the attention of {type(base).__name__} has no linear layer that adapters support: name "
@@ -152,13 +156,6 @@ def block_of(path: str) -> str:
     """Return the path of the block, "transformer.h.3", that holds the attention module at `path`."""
     match = re.match(r"(.*\.\d+)(\.|$)", path)
     return match[1] if match else path
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether `module` is a linear layer, torch's own or transformers' transposed one."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, nn.Linear | Conv1D)
 
 
 def base_name(name: str) -> str:
@@ -295,7 +292,11 @@ def _with_adapters(model: Any, settings: TrainableSettings, peft: Mapping[str, A
     config.modules_to_save = sorted({*(config.modules_to_save or ()), *extra}) or None
     try:
         swapped = getattr(model, "_posswap", None) is not None
-        wrapped = add_adapter(model, config) if swapped else _wrap_unswapped(model, config)
+        if swapped:
+            wrapped = add_adapter(model, config)
+        else:
+            with without_peft_warning():
+                wrapped = import_peft().get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"peft: {peft['peft_type']} on {type(model).__name__}: {error}") from error
     if tied:  # PEFT drops the name from its config, and would not tie the weights when it loads
@@ -330,11 +331,6 @@ def peft_config(model: Any, fields: Mapping[str, Any]) -> Any:
         return config_cls(**values)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"peft: {error}") from error
-
-
-def _wrap_unswapped(model: Any, config: Any) -> Any:
-    with without_peft_warning():
-        return import_peft().get_peft_model(model, config)
 
 
 def _tied_layer_name(model: Any) -> str:

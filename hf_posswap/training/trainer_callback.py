@@ -197,7 +197,22 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self._watch.attach(inside, model, state)
         earlier = saved.get("record") or {}
         self._before = earlier.get("tokens", 0)
-        self.record = self._new_record(args, model, inside, train_dataloader, earlier, state)
+        computes = self.digests and state.is_world_process_zero
+        values = getattr(inside.config, "posswap", None)
+        base, self._base = self._base, None  # of the weights before the first training only
+        self.record = TrainingRecord(
+            base=earlier.get("base") or plain_name(str(without_folder(inside.name_or_path) or type(inside).__name__)),
+            base_weights=earlier.get("base_weights") or (base_digest(inside) or base if computes else None),
+            recipe=None,
+            objective=plain_name(type(args).__name__),
+            what=trained_part(model),
+            steps=state.global_step,
+            tokens=self._before,
+            data=dataset_digest(getattr(train_dataloader, "dataset", None)) if computes else None,
+            held_out={},
+            swap=None if values is None else swap_digest(SwapRecord.from_dict(values)),
+            software=versions(),
+        )
         self._write(inside, state, args)
 
     def _prove(self, model: Any) -> SwapPlan | None:
@@ -243,32 +258,6 @@ class PosswapCallback(TrainerCallback, ExportableState):
         raise TrainingError(
             f"the checkpoint of step {step} was trained with {was or 'no swap'}, and the model now has "
             f"{is_now or 'no swap'}. Patch the model as before to resume, or train anew without resume_from_checkpoint."
-        )
-
-    def _new_record(
-        self,
-        args: TrainingArguments,
-        model: Any,
-        inside: Any,
-        loader: Any,
-        earlier: dict[str, Any],
-        state: TrainerState,
-    ) -> TrainingRecord:
-        computes = self.digests and state.is_world_process_zero
-        values = getattr(inside.config, "posswap", None)
-        base, self._base = self._base, None  # of the weights before the first training only
-        return TrainingRecord(
-            base=earlier.get("base") or plain_name(str(without_folder(inside.name_or_path) or type(inside).__name__)),
-            base_weights=earlier.get("base_weights") or (base_digest(inside) or base if computes else None),
-            recipe=None,
-            objective=plain_name(type(args).__name__),
-            what=trained_part(model),
-            steps=state.global_step,
-            tokens=self._before,
-            data=dataset_digest(getattr(loader, "dataset", None)) if computes else None,
-            held_out={},
-            swap=None if values is None else swap_digest(SwapRecord.from_dict(values)),
-            software=versions(),
         )
 
     @_ends_watch

@@ -151,15 +151,13 @@ def versions() -> dict[str, str]:
 
 def trained_part(model: Any) -> str:
     """Return which weights of `model`, as the Trainer has it, are trained: "full", the adapter's type, or "a part"."""
-    types = {str(getattr(config.peft_type, "value", config.peft_type)).lower() for config in _adapters(model).values()}
+    adapters = getattr(model, "peft_config", None)
+    types = set()
+    if isinstance(adapters, dict):
+        types = {str(getattr(config.peft_type, "value", config.peft_type)).lower() for config in adapters.values()}
     if types:
         return "+".join(sorted(types))
     return "full" if all(parameter.requires_grad for parameter in model.parameters()) else "a part"
-
-
-def _adapters(model: Any) -> dict[str, Any]:
-    configs = getattr(model, "peft_config", None)
-    return configs if isinstance(configs, dict) else {}
 
 
 def check_written(folder: Path, record: SwapRecord) -> bool:
@@ -235,12 +233,8 @@ def _rows_of(dataset: Any) -> Iterator[Any] | None:
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":  # a transform of the user's
         return None
     plain = dataset.with_format(None)
-    return (row for batch in plain.iter(_ROWS) for row in _unzipped(batch))
-
-
-def _unzipped(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    for values in zip(*batch.values(), strict=True):
-        yield dict(zip(batch, values, strict=True))
+    batches = plain.iter(_ROWS)
+    return (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
 
 
 def _plain(value: Any) -> Any:

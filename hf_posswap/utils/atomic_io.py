@@ -88,8 +88,8 @@ def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
     except PosswapError:
         raise
     except Exception as error:
-        if not _is_about_writing(error):
-            raise
+        if not isinstance(error, OSError) and not any(phrase in str(error) for phrase in _SAID_BY_WRITERS):
+            raise  # it is not about writing
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         advice = (
             _MOUNTED if getattr(error, "errno", None) in _OTHER_MOUNT else "Free some space or choose another folder."
@@ -156,19 +156,14 @@ def _take_place(new: Path, path: Path, aside: Path) -> None:
             if not (new.is_dir() and path.is_dir()):
                 os.replace(new, path)
             elif not _exchange(new, path):
-                _step_aside(path, aside)
+                aside.mkdir(exist_ok=True)
+                shutil.rmtree(aside / path.name, ignore_errors=True)  # of an earlier one that was overtaken
+                os.rename(path, aside / path.name)
                 os.rename(new, path)
             return
         except OSError as error:
             if error.errno not in _OVERTAKEN or not os.path.lexists(new) or attempt == _TRIES - 1:
                 raise
-
-
-def _step_aside(path: Path, aside: Path) -> None:
-    """Move the folder `path` into the folder `aside`, in which an earlier one that was overtaken is given up."""
-    aside.mkdir(exist_ok=True)
-    shutil.rmtree(aside / path.name, ignore_errors=True)
-    os.rename(path, aside / path.name)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -331,11 +326,6 @@ def cache_folder(chosen: Path | None) -> Path:
             "there is no folder to keep caches in: HOME is not set, and this user has no home. Set HF_POSSWAP_CACHE "
             "to a folder that can be written."
         ) from error
-
-
-def _is_about_writing(error: Exception) -> bool:
-    """Return whether `error` means that a file could not be written; safetensors and torch have their own messages."""
-    return isinstance(error, OSError) or any(phrase in str(error) for phrase in _SAID_BY_WRITERS)
 
 
 @contextmanager

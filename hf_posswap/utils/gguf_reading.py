@@ -94,7 +94,32 @@ def write_folder(path: Path, reader: Any, folder: Path) -> list[str]:
     """
     try:
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        return _write_folder(path, folder, fields, {tensor.name: tensor for tensor in reader.tensors})
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        architecture = fields.get("general.architecture")
+        if not isinstance(architecture, str) or not tensors:
+            raise CheckpointError(f"{path} holds no model: {len(tensors)} tensors, of architecture {architecture!r}.")
+        if int(fields.get("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"{path} is one of {fields['split.count']} parts of a model. Merge them: llama-gguf-split --merge "
+                f"{path.name} merged.gguf"
+            )
+        if architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{path} is of architecture {architecture!r}, and GGUF files are read here of "
+                f"{', '.join(ARCHITECTURES)}: of others it is not proved that transformers reads them rightly. Take "
+                "the checkpoint that the file was made from."
+            )
+        _refuse_missing_layers(path, fields.get(f"{architecture}.block_count"), tensors)
+        # it changes the default dtype of the process meanwhile
+        with PROCESS, quiet_logger("transformers", logging.ERROR):
+            config = _config(path, architecture, fields, tensors)
+            model = _model(path, config, tensors)
+        ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        if len(known := list(dict.fromkeys(int(end) for end in ends if end is not None))) > 1:
+            model.generation_config.eos_token_id = known  # llama.cpp stops at each
+        model.save_pretrained(folder)
+        (folder / CARD).write_text(_card(path, fields), encoding="utf-8")
+        return write_tokenizer(path, folder, fields, config)
     except PosswapError:
         raise
     except Exception as error:  # a key of another type than it should have fails anywhere
@@ -102,33 +127,6 @@ def write_folder(path: Path, reader: Any, folder: Path) -> list[str]:
             f"{shown(path)} cannot be converted: {said_by(error)}. Its keys or tensors are not what their names say. "
             "Get the file again from its source."
         ) from error
-
-
-def _write_folder(path: Path, folder: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
-    architecture = fields.get("general.architecture")
-    if not isinstance(architecture, str) or not tensors:
-        raise CheckpointError(f"{path} holds no model: {len(tensors)} tensors, of architecture {architecture!r}.")
-    if int(fields.get("split.count", 1)) > 1:
-        raise CheckpointError(
-            f"{path} is one of {fields['split.count']} parts of a model. Merge them: llama-gguf-split --merge "
-            f"{path.name} merged.gguf"
-        )
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{path} is of architecture {architecture!r}, and GGUF files are read here of {', '.join(ARCHITECTURES)}: "
-            "of others it is not proved that transformers reads them rightly. Take the checkpoint that the file was "
-            "made from."
-        )
-    _refuse_missing_layers(path, fields.get(f"{architecture}.block_count"), tensors)
-    with PROCESS, quiet_logger("transformers", logging.ERROR):  # it changes the default dtype of the process meanwhile
-        config = _config(path, architecture, fields, tensors)
-        model = _model(path, config, tensors)
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    if len(known := list(dict.fromkeys(int(end) for end in ends if end is not None))) > 1:
-        model.generation_config.eos_token_id = known  # llama.cpp stops at each
-    model.save_pretrained(folder)
-    (folder / CARD).write_text(_card(path, fields), encoding="utf-8")
-    return write_tokenizer(path, folder, fields, config)
 
 
 def _refuse_missing_layers(path: Path, layers: Any, tensors: dict[str, Any]) -> None:
@@ -267,7 +265,16 @@ def _set(config: Any, name: str, value: Any) -> bool:
 
 def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
     """Return the model with the weights of the file, each of which has landed in it."""
-    dtype = _dtype(tensors)
+    # the smallest type that holds every weight of the file exactly
+    types = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    types = types - {"F32"} or types  # a router is F32 in any file
+    dtype = _WEIGHT_TYPES.get(next(iter(types)), torch.float32) if len(types) == 1 else torch.float32
+    vectors = [
+        torch.tensor(tensor.data)
+        for name, tensor in tensors.items()
+        if tensor.tensor_type.name == "F32" and name not in FACTOR_TENSORS
+    ]
+    dtype = dtype if all(torch.equal(vector, vector.to(dtype).float()) for vector in vectors) else torch.float32
     in_file = sum(math.prod(map(int, t.shape)) for name, t in tensors.items() if name not in FACTOR_TENSORS)
     try:
         if (expected := count_gguf_weights(config)) > 2 * in_file:  # before memory is taken; tied weights count twice
@@ -286,7 +293,8 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
         )
     in_model = sum(parameter.numel() for parameter in loaded.parameters())
     if in_file != in_model:
-        biases = sorted({_kind(name) for name in tensors if name.endswith(".bias")})
+        named = [name for name in tensors if name.endswith(".bias")]
+        biases = sorted({name.split(".", 2)[-1] if name.startswith("blk.") else name for name in named})
         has_bias = any(name.endswith(".bias") for name, _ in loaded.named_parameters())
         hint = f" Its biases are {', '.join(biases)}." if biases and not has_bias else ""
         raise CheckpointError(
@@ -294,23 +302,6 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
             f"{in_model}: some would be lost.{hint} Take the checkpoint that the file was made from."
         )
     return _plain(loaded)
-
-
-def _dtype(tensors: dict[str, Any]) -> torch.dtype:
-    """Return the smallest type that holds every weight of the file exactly."""
-    types = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
-    types = types - {"F32"} or types  # a router is F32 in any file
-    dtype = _WEIGHT_TYPES.get(next(iter(types)), torch.float32) if len(types) == 1 else torch.float32
-    vectors = [
-        torch.tensor(tensor.data)
-        for name, tensor in tensors.items()
-        if tensor.tensor_type.name == "F32" and name not in FACTOR_TENSORS
-    ]
-    return dtype if all(torch.equal(vector, vector.to(dtype).float()) for vector in vectors) else torch.float32
-
-
-def _kind(name: str) -> str:
-    return name.split(".", 2)[-1] if name.startswith("blk.") else name
 
 
 def _plain(loaded: Any) -> Any:

@@ -263,7 +263,11 @@ class HubSession:
         host = request.url.host
         if host in self._unreachable:
             raise _unreachable(self._unreachable[host])
-        self._set_timeouts(request)
+        # bound how long the server may be silent, while it is connected to and after that
+        left, silence = self._left(), _SILENCE if _is_question(request) else _WORK
+        client_timeout = request.extensions.get("timeout", {})
+        bounds = {name: min(client_timeout.get(name) or silence, silence, left) for name in ("read", "write", "pool")}
+        request.extensions = {**request.extensions, "timeout": {"connect": min(_CONNECT, left), **bounds}}
         limit, began = self._limit(request), time.monotonic()
         sent = [began]  # when the last piece of the request went out
 
@@ -290,13 +294,6 @@ class HubSession:
         if stream and response.status_code < 400:
             response.stream = observed_stream(_library(request))(response.stream, self._observe_download(host))
         return response
-
-    def _set_timeouts(self, request: Any) -> None:
-        """Bound how long the server may be silent, while it is connected to and after that."""
-        left, silence = self._left(), _SILENCE if _is_question(request) else _WORK
-        client_timeout = request.extensions.get("timeout", {})
-        bounds = {name: min(client_timeout.get(name) or silence, silence, left) for name in ("read", "write", "pool")}
-        request.extensions = {**request.extensions, "timeout": {"connect": min(_CONNECT, left), **bounds}}
 
     def _limit(self, request: Any) -> float:
         """Return the seconds from the end of `request` until its answer is whole, or of a download, its beginning."""

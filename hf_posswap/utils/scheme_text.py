@@ -45,7 +45,12 @@ def parse_value(text: str, field_type: Any) -> Any:
         ((1.0, 2.5), None)
     """
     if get_origin(field_type) in (Union, types.UnionType):
-        return _first(text, sorted(get_args(field_type), key=lambda member: (member is str, member is not type(None))))
+        for member_type in sorted(get_args(field_type), key=lambda member: (member is str, member is not type(None))):
+            try:
+                return parse_value(text, member_type)
+            except ValueError:
+                continue
+        return _no(text)
     if get_origin(field_type) is Literal:
         return (
             {str(value): value for value in get_args(field_type)}[text]
@@ -62,15 +67,6 @@ def parse_value(text: str, field_type: Any) -> Any:
         return _TRUTH[text.lower()] if text.lower() in _TRUTH else _no(text)
     if field_type in (int, float, str):
         return field_type(text)
-    return _no(text)
-
-
-def _first(text: str, member_types: list[Any]) -> Any:
-    for member_type in member_types:
-        try:
-            return parse_value(text, member_type)
-        except ValueError:
-            continue
     return _no(text)
 
 

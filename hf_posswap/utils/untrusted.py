@@ -94,17 +94,13 @@ _TOO_DEEP = f"objects and lists lie more than {MOST_LEVELS} levels inside one an
 
 def refuse_deep(value: Any) -> None:
     """Raise a ValueError where dicts and lists lie more than `MOST_LEVELS` levels inside one another in `value`."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_LEVELS + 1):
-        level = [child for each in level if isinstance(each, dict | list) for child in _children(each)]
+        containers = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [child for children in containers for child in children if isinstance(child, dict | list)]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
-
-
-def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
-    children = value.values() if isinstance(value, dict) else value
-    return [child for child in children if isinstance(child, dict | list)]
 
 
 def _integer(text: str) -> int:

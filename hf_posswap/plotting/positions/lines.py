@@ -68,7 +68,9 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     """
     first = subjects[0]
     window, target = first.geometry.original_length, first.length
-    distances = _distances(window, target)
+    # whole distances, log-spaced, and the last one of the window and of the target
+    spread = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long() - 1
+    distances = torch.cat((spread, torch.tensor([window - 1, target - 1]))).unique()
     x = (distances + 1).numpy()
     below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."
     below += numbers.before_training(subjects)
@@ -100,12 +102,6 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
         + numbers.as_it_begins(subject)
         for subject, head_scores in zip(subjects, all_scores, strict=True)
     ]
-
-
-def _distances(window: int, target: int) -> torch.Tensor:
-    """Return log-spaced whole distances, including the last one of the window and of the target."""
-    spread = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long() - 1
-    return torch.cat((spread, torch.tensor([window - 1, target - 1]))).unique()
 
 
 def draw_waves(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:

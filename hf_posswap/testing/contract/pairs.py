@@ -105,16 +105,6 @@ def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return taken | {"input_ids": source, "attention_mask": torch.ones_like(source)}
 
 
-def cache_of(kind: str, config: Any, tiny: Tiny, length: int) -> Any:
-    """Return an empty cache with room for `length` tokens; behind an encoder it has a part for what that one says."""
-    stock_cache = _cache(kind, config, length)
-    if not tiny.paired:
-        return stock_cache
-    seen = copy.deepcopy(config.get_text_config(decoder=True))  # by cross-attention, which has no sliding window
-    seen.sliding_window, seen.layer_types = None, None
-    return EncoderDecoderCache(stock_cache, _cache(kind, seen, HEARD.shape[2] // 2 if tiny.hears else SOURCE.shape[1]))
-
-
 def _cache(kind: str, config: Any, length: int) -> Any:
     return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=length)
 
@@ -185,8 +175,15 @@ class Pair:
             return model(**taken | floating).logits
 
     def cache(self, kind: str, config: Any, length: int = LONGER) -> Any:
-        """Return an empty cache for the swapped model of `config`."""
-        return cache_of(kind, config, self.tiny, length)
+        """Return an empty cache for `length` tokens; behind an encoder it has a part for what that one says."""
+        stock_cache = _cache(kind, config, length)
+        if not self.tiny.paired:
+            return stock_cache
+        seen = copy.deepcopy(config.get_text_config(decoder=True))  # by cross-attention, which has no sliding window
+        seen.sliding_window, seen.layer_types = None, None
+        return EncoderDecoderCache(
+            stock_cache, _cache(kind, seen, HEARD.shape[2] // 2 if self.tiny.hears else SOURCE.shape[1])
+        )
 
     def takes(self, argument: str) -> bool:
         """Return whether the stack that reads takes the argument that a model of one stack calls so."""

@@ -292,18 +292,13 @@ def _evaluation(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("training.eval_strategy", f"{reason}out.", ("objective.kind",))
 
 
-def reporters(recipe: Recipe) -> list[str]:
-    """Return training.report_to as a list."""
-    report_to = recipe.training.report_to
-    names = [report_to] if isinstance(report_to, str) else report_to or []
-    return [] if names == ["none"] else list(names)
-
-
 def _missing(recipe: Recipe) -> Iterator[Problem]:
     from transformers.integrations import get_available_reporting_integrations, integration_utils
 
     known, here = integration_utils.INTEGRATION_TO_CALLBACK, get_available_reporting_integrations()
-    for name in reporters(recipe):
+    report_to = recipe.training.report_to
+    names = [report_to] if isinstance(report_to, str) else report_to or []
+    for name in () if names == ["none"] else names:
         if name not in (*known, "all"):
             yield Problem("training.report_to", f"unknown {name!r}. Known: {', '.join(known)}.")
         elif name not in (*here, "all"):

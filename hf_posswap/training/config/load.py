@@ -88,18 +88,6 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     from hf_posswap.training.config.typed import read
 
     problems = Problems()
-    recipe = read(Recipe, _with_schemes(values, problems), problems)
-    recipe = dataclasses.replace(recipe, peft=read_peft(recipe.peft, problems))
-    problems.take(check(recipe))
-    all_problems = problems.entries
-    if all_problems:
-        count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
-        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(all_problems, 1)))
-    return recipe
-
-
-def _with_schemes(values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Return `values` with each scheme that names a .json file replaced by the scheme in that file."""
     replaced = dict(values)
     if isinstance(replaced.get("swap"), Mapping):
         replaced["swap"] = _with_scheme(replaced["swap"], "swap", problems)
@@ -108,7 +96,14 @@ def _with_schemes(values: Mapping[str, Any], problems: Problems) -> dict[str, An
             _with_scheme(stage, f"stages[{number}]", problems) if isinstance(stage, Mapping) else stage
             for number, stage in enumerate(replaced["stages"])
         ]
-    return replaced
+    recipe = read(Recipe, replaced, problems)
+    recipe = dataclasses.replace(recipe, peft=read_peft(recipe.peft, problems))
+    problems.take(check(recipe))
+    all_problems = problems.entries
+    if all_problems:
+        count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
+        raise ConfigError(f"{where} has {count}: " + " ".join(f"({n}) {p}" for n, p in enumerate(all_problems, 1)))
+    return recipe
 
 
 def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, Any]:

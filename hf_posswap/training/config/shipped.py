@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from hf_posswap.errors import ConfigError, UnknownNameError
@@ -131,7 +131,8 @@ def find_recipe(given: str | Path) -> Path:
 
 def _header(path: Path) -> dict[str, str]:
     """Return the sections of the comment at the top of the file; without sections, all of it is the purpose."""
-    lines = list(_comment(path))
+    text = path.read_text(encoding="utf-8").splitlines()
+    lines = [line.rstrip() for line in takewhile(lambda line: line.startswith("#"), text)]
     sections: dict[str, list[str]] = {}
     section = ""
     for line in lines:
@@ -143,10 +144,3 @@ def _header(path: Path) -> dict[str, str]:
             sections[section].append(line.removeprefix("#").strip())
     unsectioned = {"Purpose": [line.removeprefix("#").strip() for line in lines]}
     return {name: " ".join(section_lines) for name, section_lines in (sections or unsectioned).items()}
-
-
-def _comment(path: Path) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            return
-        yield line.rstrip()

@@ -181,7 +181,18 @@ def read(cls: type[T], values: Any, problems: Problems, key: str = "") -> T:
             if not expected_at:
                 return instances[0]
         for location, expected in sorted(expected_at.items(), key=lambda item: _file_order(values_list, item[0])):
-            _report(cls, values_list, location, expected, problems, key)
+            key_text, (_, value) = named(location[1:], key), _within(values_list, location)
+            if not expected:
+                _report_unknown(cls, location[1:], value, problems, key)
+            elif expected[0].startswith("!"):
+                problems.add(key_text, expected[0][1:])
+            elif expected[0] != "nothing":
+                choices = [choice for text in expected for choice in re.split(r", | or ", text)]
+                matches = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+                hint = f" Did you mean {matches[0]!r}?" if matches else ""
+                problems.add(
+                    key_text, f"expected {' or '.join(dict.fromkeys(expected))}, got {brief_repr(value)}.{hint}"
+                )
         for location in expected_at:
             _drop(values_list, location)
 
@@ -259,16 +270,13 @@ def _drop(values: Any, location: Location) -> None:
         return
     _, parent = _within(values, location[:-1])
     if isinstance(parent, list):
-        parent[location[-1]] = _blank(parent[location[-1]])  # type: ignore[index]
-        if parent[location[-1]] is None:  # type: ignore[index]
+        index = int(location[-1])
+        item = parent[index]
+        parent[index] = {} if isinstance(item, Mapping) and item else None
+        if parent[index] is None:  # it cannot be emptied
             _drop(values, location[:-1])
     elif isinstance(parent, dict):
         parent.pop(location[-1], None)
-
-
-def _blank(value: Any) -> Any:
-    """Return an empty item of a list; None if the item cannot be emptied."""
-    return {} if isinstance(value, Mapping) and value else None
 
 
 def named(location: Location, key: str = "") -> str:
@@ -280,22 +288,6 @@ def named(location: Location, key: str = "") -> str:
     """
     suffix = "".join(f"[{step}]" if isinstance(step, int) else f".{printable(step, 100)}" for step in location)
     return f"{key}{suffix}".removeprefix(".")
-
-
-def _report(cls: Any, values: Any, location: Location, expected: list[str], problems: Problems, key: str) -> None:
-    key_text, (_, value) = named(location[1:], key), _within(values, location)
-    if not expected:
-        _report_unknown(cls, location[1:], value, problems, key)
-    elif expected[0].startswith("!"):
-        problems.add(key_text, expected[0][1:])
-    elif expected[0] != "nothing":
-        matches = difflib.get_close_matches(value, _choices(expected), n=1) if isinstance(value, str) else []
-        hint = f" Did you mean {matches[0]!r}?" if matches else ""
-        problems.add(key_text, f"expected {' or '.join(dict.fromkeys(expected))}, got {brief_repr(value)}.{hint}")
-
-
-def _choices(expected: list[str]) -> list[str]:
-    return [choice for text in expected for choice in re.split(r", | or ", text)]
 
 
 def _report_unknown(cls: Any, location: Location, value: Any, problems: Problems, key: str) -> None:

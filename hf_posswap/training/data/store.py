@@ -179,9 +179,11 @@ def _write(
     if not lengths["held_out"] and len(hash_positions) > 1:
         return min(hash_positions)
     if requested_share is not None and say is not None:
+        number = len(lengths["held_out"])
+        aside = "one is set aside to measure on" if number == 1 else f"{number} equal ones are set aside to measure on"
         say(
-            f"{source.path}: data.held_out={requested_share:g} sets none of its {count} documents aside, so "
-            f"{_listed(lengths)}. Raise data.held_out to measure on more."
+            f"{source.path}: data.held_out={requested_share:g} sets none of its {count} documents aside, so {aside}. "
+            "Raise data.held_out to measure on more."
         )
     if len(hash_positions) == 1 and not all(lengths.values()):
         raise DataError(
@@ -295,11 +297,6 @@ def _refuse_text_among_chats(text: str, encoder: ChatEncoder) -> None:
             f"{text} is text, other rows of its source are chats, and data.{key}=true counts only parts of chats: put "
             "text into a source of its own, where it is counted whole."
         )
-
-
-def _listed(lengths: dict[str, list[int]]) -> str:
-    count = len(lengths["held_out"])
-    return "one is set aside to measure on" if count == 1 else f"{count} equal ones are set aside to measure on"
 
 
 def _groups(documents: Iterator[Placed]) -> Iterator[list[Placed]]:

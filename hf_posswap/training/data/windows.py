@@ -155,16 +155,13 @@ class Order:
         source = int(self.pattern[index])
         nth = block * int(self.shares[source]) + int(self.rank[index])
         pass_number, rank = divmod(nth, self.counts[source])
-        return source, int(self._permutation(source, pass_number)[rank])
-
-    def _permutation(self, source: int, pass_number: int) -> np.ndarray:
         permutation = self._kept.get((source, pass_number))
         if permutation is None:
             for old in [key for key in self._kept if key[0] == source]:
                 del self._kept[old]
             permutation = np.random.default_rng((self.seed, 1, source, pass_number)).permutation(self.counts[source])
             self._kept[source, pass_number] = permutation
-        return permutation
+        return source, int(permutation[rank])
 
 
 def _whole_shares(shares: np.ndarray, total: int) -> np.ndarray:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,9 @@ def _launch_environment(file: Path, processes: int | None) -> dict[str, str]:
     try:
         arguments = launch_arguments(file, processes)
         count = int(arguments.num_processes or 0)
-        unsupported = _unsupported_feature(arguments)
+        unsupported = next((why for name, why in _NOT_DRY.items() if getattr(arguments, name, False)), None)
+        if arguments.mixed_precision == "fp8":
+            unsupported = "float8, whose kernels torch has only on a GPU"
         if unsupported is None:
             environment = launch_environment(arguments)
     except (ValueError, OSError, KeyError, TypeError, AttributeError, YAMLError) as error:
@@ -108,13 +109,6 @@ def _launch_environment(file: Path, processes: int | None) -> dict[str, str]:
     # how weights are loaded does not affect a step
     environment |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"} if arguments.use_fsdp else {}
     return environment | {"count": str(count)}
-
-
-def _unsupported_feature(arguments: Any) -> str | None:
-    """Return what a launch asks for that a dry run does not support, or None."""
-    if arguments.mixed_precision == "fp8":
-        return "float8, whose kernels torch has only on a GPU"
-    return next((why for name, why in _NOT_DRY.items() if getattr(arguments, name, False)), None)
 
 
 @contextmanager

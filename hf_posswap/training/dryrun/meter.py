@@ -92,7 +92,9 @@ def work_of(
         result: its return value.
     """
     if is_collective(func):
-        return Work(sent=_sent(func, inputs, outputs))
+        name = func.overloadpacket.__name__.replace("_", "")
+        passes = ALL_REDUCE if "allreduce" in name else int("gather" in name or "scatter" in name)
+        return Work(sent=ring_bytes(passes, max(map(_bytes, (*inputs, *outputs)), default=0)))
     moved = _moved(func, inputs, outputs)
     flops = _flops(func, args, kwargs, result)
     if not moved and not flops:
@@ -150,12 +152,6 @@ _ATTENTION_FLOPS = {fused_attention(device): _attention_flops for device in ("cp
     fused_attention_backward(device): _attention_backward_flops for device in ("cpu", "cuda")
 }
 """FLOP formulas that torch lacks: attention on a CPU, and (torch 2.6) with grouped keys."""
-
-
-def _sent(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    name = func.overloadpacket.__name__.replace("_", "")
-    passes = ALL_REDUCE if "allreduce" in name else int("gather" in name or "scatter" in name)
-    return ring_bytes(passes, max(map(_bytes, (*inputs, *outputs)), default=0))
 
 
 def ring_bytes(passes: int, size: int) -> int:

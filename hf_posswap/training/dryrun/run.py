@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import ConfigError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.training.config import Phase, Recipe, phases_of
+from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import check_recipe
 from hf_posswap.training.config.shipped import shipped_recipe
 from hf_posswap.training.dryrun.launching import count_and_sharding, launch_file, launched
 from hf_posswap.training.dryrun.prediction import Card, Prediction, card_of
 from hf_posswap.training.dryrun.rehearsal import rehearse
-from hf_posswap.training.engine.parallel import Launch, as_launched, is_launched_on_cpu, launch_of
+from hf_posswap.training.engine.parallel import as_launched, is_launched_on_cpu, launch_of
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.progress import quiet_transformers
 from hf_posswap.utils.result_views import ResultView
@@ -189,7 +189,11 @@ def dry_run(
     check_recipe(recipe, "dry_run")
     card = card_of(gpu) if isinstance(gpu, str) else gpu
     accelerate = launch_file(accelerate) if isinstance(accelerate, str) else accelerate
-    _refuse(recipe)
+    if recipe.training.deepspeed:
+        raise ConfigError(
+            "training.deepspeed: DeepSpeed's engine manages the memory of weights and optimizer, and cannot be "
+            "dry-run. A dry run supports one process, DDP and FSDP2 (--accelerate fsdp2.yaml)."
+        )
     predictions, notes = _predict(recipe, card, accelerate, processes, say)
     if card is None or _fit(predictions):
         return DryRun(predictions, notes)
@@ -223,22 +227,8 @@ def _first_that_fits(ladder: list[Change], card: Card, say: Say) -> tuple[Change
     return None
 
 
-def _progress(phase: Phase, launch: Launch) -> str:
-    steps, gpus = 1 + len(phase.recipe.data.cut), launch.processes
-    name, share = phase.name or phase.recipe.name or "the recipe", "one GPU" if gpus == 1 else f"one of {gpus} GPUs"
-    return f"{name}: running {steps} steps of {share} on tensors without values, in seconds to minutes"
-
-
 def _fit(predictions: tuple[Prediction, ...]) -> bool | None:
     return None if predictions[0].card is None else all(prediction.fits for prediction in predictions)
-
-
-def _refuse(recipe: Recipe) -> None:
-    if recipe.training.deepspeed:
-        raise ConfigError(
-            "training.deepspeed: DeepSpeed's engine manages the memory of weights and optimizer, and cannot be "
-            "dry-run. A dry run supports one process, DDP and FSDP2 (--accelerate fsdp2.yaml)."
-        )
 
 
 def _predict(
@@ -253,7 +243,10 @@ def _predict(
             raise ConfigError("--gpu is given, and training.use_cpu, or use_cpu of accelerate's file, asks for a CPU.")
         for phase in phases_of(recipe):
             if say is not None:
-                say(_progress(phase, launch))
+                steps, gpus = 1 + len(phase.recipe.data.cut), launch.processes
+                name = phase.name or phase.recipe.name or "the recipe"
+                share = "one GPU" if gpus == 1 else f"one of {gpus} GPUs"
+                say(f"{name}: running {steps} steps of {share} on tensors without values, in seconds to minutes")
             rehearsal = rehearse(phase.recipe, launch, on_gpu=not on_cpu)
             memory_by_kind, peak = rehearsal.memory.at_peak, rehearsal.memory.peak
             predictions.append(

@@ -223,7 +223,13 @@ def newest(folder: Path, identity: dict[str, Any]) -> Path | None:
     for path in checkpoints_in(folder):
         problem = problem_of(path)
         if problem is None:
-            _refuse_other_training(path, identity)
+            saved_identity = read_json(path / SEAL)["identity"]
+            changes = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(saved_identity, identity)]
+            if changes:
+                raise CheckpointError(
+                    f"{path} belongs to another training ({'; '.join(changes)}). Undo these changes, choose another "
+                    "folder (out), or delete the checkpoints to start over."
+                )
             return path
         warnings.warn(f"{path} is incomplete ({problem}): it is skipped.", TrainingWarning, stacklevel=2)
     return None
@@ -242,16 +248,6 @@ def problem_of(checkpoint: Path) -> str | None:
         if _digest(path) != digest:
             return f"{name} is damaged"
     return None
-
-
-def _refuse_other_training(checkpoint: Path, identity: dict[str, Any]) -> None:
-    saved_identity = read_json(checkpoint / SEAL)["identity"]
-    changes = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(saved_identity, identity)]
-    if changes:
-        raise CheckpointError(
-            f"{checkpoint} belongs to another training ({'; '.join(changes)}). Undo these changes, choose another "
-            "folder (out), or delete the checkpoints to start over."
-        )
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:

@@ -74,6 +74,7 @@ def leave_record(
     )
     values = {} if path is None else read_json(path)
     swap_values = values.get(swap)
+    digests = [value for key, value in identity.items() if key.startswith(_DATA)]  # independent of the file names
     record = TrainingRecord(
         base=plain_name(base),
         base_weights=identity[_BASE],
@@ -82,7 +83,7 @@ def leave_record(
         what=recipe.what,
         steps=sum(result.steps for result in results),
         tokens=sum(result.tokens for result in results),
-        data=_digest({key: value for key, value in identity.items() if key.startswith(_DATA)}),
+        data=hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16],
         held_out={length: float(loss) for length, loss in nll.items() if loss is not None},
         swap=None if swap_values is None else swap_digest(SwapRecord.from_dict(swap_values)),
         software=versions(),
@@ -90,11 +91,6 @@ def leave_record(
     if path is not None:
         write_listed_json(path, {**values, name: record.to_dict()})
     return record
-
-
-def _digest(documents: dict[str, Any]) -> str:
-    """Return one digest of all documents, independent of their file names."""
-    return hashlib.sha256(json.dumps(list(documents.values())).encode()).hexdigest()[:16]
 
 
 def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
@@ -208,7 +204,11 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
     path = run.folder / REPORT
     report: dict[str, Any] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
     if recipe.training.push_to_hub and "pushed" not in report:
-        report["pushed"] = _push(recipe, saved)
+        training, trusted = recipe.training, recipe.model.trust_remote_code
+        assert training.hub_model_id is not None
+        private, branch = bool(training.hub_private_repo), training.hub_revision
+        pushed = push(saved, training.hub_model_id, private=private, revision=branch, trust_remote_code=trusted)
+        report["pushed"] = pushed.url  # `push` reads the report for the card
         _write(run, report)
     for line in as_markdown(report).splitlines():
         run.say(line)
@@ -222,6 +222,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     plan = results[-1].plan
     nll = held_out_loss(recipe, run, model)
     seconds, tokens = (sum(getattr(result, name) for result in results) for name in ("train_runtime", "tokens"))
+    local = expand_home(recipe.model.name).exists()
     report = {
         "model": str(recipe.model.name),
         "saved": str(saved.relative_to(run.folder)),
@@ -235,7 +236,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "kept": kept_of_base(recipe, run, model, tokens),
         "vectors": held_out_vectors(recipe, run, model, reach=None if plan is None else plan["max_length"]),
         "training": leave_record(recipe, results, nll, saved, base=str(without_folder(recipe.model.name))).to_dict(),
-        "card": _for_card(recipe),
+        "card": {"base": None if local else recipe.model.name, "recipe": public_recipe(recipe)},
     }
     curves = [(r.name or "training", RunLog(run.folder / r.name / LOG).entries()) for r in results]
     if importlib.util.find_spec("matplotlib") is not None and any(
@@ -250,20 +251,6 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
 def _write(run: Run, report: dict[str, Any]) -> None:
     write_text(run.folder / "report.md", as_markdown(report))
     write_json(run.folder / REPORT, report)
-
-
-def _push(recipe: Recipe, saved: Path) -> str | None:
-    """Push the saved model; `push` reads the report for the card."""
-    training, trusted = recipe.training, recipe.model.trust_remote_code
-    assert training.hub_model_id is not None
-    private, branch = bool(training.hub_private_repo), training.hub_revision
-    return push(saved, training.hub_model_id, private=private, revision=branch, trust_remote_code=trusted).url
-
-
-def _for_card(recipe: Recipe) -> dict[str, Any]:
-    """Return the public facts of the training for the model card."""
-    local = expand_home(recipe.model.name).exists()
-    return {"base": None if local else recipe.model.name, "recipe": public_recipe(recipe)}
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:

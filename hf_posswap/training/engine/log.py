@@ -210,7 +210,12 @@ def draw_losses(
     canvas.title(ax, "Training loss", below)
     measured = _draw_phases(ax, curves)
     if measured:
-        _draw_held_out(ax, measured, colour=_FIRST_COLOUR + len(curves))
+        colour = _FIRST_COLOUR + len(curves)
+        for number, (length, points) in enumerate(measured.items()):
+            marker = canvas.MARKERS[number % len(canvas.MARKERS)]
+            label = f"held out, {int(length):,} tokens"
+            style = {"color": _colour(colour + number), "marker": marker, "markersize": 5, "linewidth": 1.0}
+            ax.plot(*zip(*points, strict=True), label=label, zorder=3, **style)  # type: ignore[arg-type]
     ax.grid(axis="y", color="#e6e6e6", linewidth=0.7)
     ax.set_axisbelow(True)
     ax.xaxis.set_major_locator(MaxNLocator(7))
@@ -231,7 +236,13 @@ def _draw_phases(ax: Axes, curves: Sequence[tuple[str, list[dict[str, Any]]]]) -
         if not steps:
             continue
         tokens = np.array([offset + entry["tokens"] for entry in steps])
-        _draw_curve(ax, tokens, np.array([entry["loss"] for entry in steps]), name, _FIRST_COLOUR + number)
+        losses = np.array([entry["loss"] for entry in steps])
+        smooth, mean = len(losses) >= _SMOOTHED, running_mean(losses, len(losses) // _PARTS)
+        style: dict[str, Any] = {"color": _colour(_FIRST_COLOUR + number), "solid_capstyle": "round"}
+        if smooth:
+            ax.plot(tokens, losses, linewidth=0.8, alpha=0.3, **style)
+        marker = "" if smooth else "o"
+        ax.plot(tokens, mean if smooth else losses, marker=marker, markersize=3.5, linewidth=2.0, label=name, **style)
         tokens_per_step = steps[-1]["tokens"] / steps[-1]["step"]
         for entry in (entry for entry in entries if "nll" in entry):
             for length, nll in entry["nll"].items():
@@ -240,23 +251,6 @@ def _draw_phases(ax: Axes, curves: Sequence[tuple[str, list[dict[str, Any]]]]) -
             ax.axvline(offset, color=canvas.FAINT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         offset = float(tokens[-1])
     return measured
-
-
-def _draw_curve(ax: Axes, tokens: np.ndarray, losses: np.ndarray, name: str, colour: int) -> None:
-    smooth, mean = len(losses) >= _SMOOTHED, running_mean(losses, len(losses) // _PARTS)
-    style: dict[str, Any] = {"color": _colour(colour), "solid_capstyle": "round"}
-    if smooth:
-        ax.plot(tokens, losses, linewidth=0.8, alpha=0.3, **style)
-    marker = "" if smooth else "o"
-    ax.plot(tokens, mean if smooth else losses, marker=marker, markersize=3.5, linewidth=2.0, label=name, **style)
-
-
-def _draw_held_out(ax: Axes, measured: dict[str, list[tuple[float, float]]], colour: int) -> None:
-    for number, (length, points) in enumerate(measured.items()):
-        marker = canvas.MARKERS[number % len(canvas.MARKERS)]
-        label = f"held out, {int(length):,} tokens"
-        style = {"color": _colour(colour + number), "marker": marker, "markersize": 5, "linewidth": 1.0}
-        ax.plot(*zip(*points, strict=True), label=label, zorder=3, **style)  # type: ignore[arg-type]
 
 
 def _colour(number: int) -> str:

@@ -99,7 +99,10 @@ def training_need(
         rows * (recipe.data.length // biased_length) * (biased_length // split) ** 2 for biased_length in biased
     ]  # shorter windows are more per row
     layer += _SCORES * heads * max(scores, default=0) * _FLOAT
-    states = config.num_hidden_layers * rows * length * config.hidden_size * _residual_size(model)
+    residual_size = int(
+        model.get_input_embeddings().weight.element_size()
+    )  # autocast leaves them in the weights' dtype
+    states = config.num_hidden_layers * rows * length * config.hidden_size * residual_size
     checkpointed = 0
     if recipe.checkpoints_activations and not _offloads(recipe):
         checkpointed = states
@@ -116,11 +119,6 @@ def training_need(
         targets=0 if teacher is None else _targets(recipe, config, states, rows * length, size),
         accumulates=recipe.training.gradient_accumulation_steps > 1,
     )
-
-
-def _residual_size(model: Any) -> int:
-    """Return the bytes of a number of the states between layers: autocast leaves them in the weights' dtype."""
-    return int(model.get_input_embeddings().weight.element_size())
 
 
 def _targets(recipe: Recipe, config: Any, states: int, tokens: int, size: int) -> int:

@@ -127,7 +127,11 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     for callback in (watch, *_callbacks(phase, prepared, trainer, log)):
         trainer.add_callback(callback)
     checkpoint = trainer.newest_checkpoint()
-    _end_at(trainer, stage_done_at(checkpoint), prepared, recipe, run)
+    # a stage that was done just before the process was interrupted stops at once
+    step = stage_done_at(checkpoint)
+    if step is not None:
+        trainer.args.max_steps = step
+        trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
     _resume_logs(trainer, checkpoint, folder, log, run)
     if checkpoint is not None:
         of = f" of {phase.name}" if phase.name else ""
@@ -215,13 +219,6 @@ def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: R
         short, before = prepared.recovery
         callbacks.append(StopWhenRecovered(stage, lambda: probe(prepared.model, short, causal=True), before, log))
     return callbacks
-
-
-def _end_at(trainer: PosswapTrainer, step: int | None, prepared: Prepared, recipe: Recipe, run: Run) -> None:
-    """Make `trainer` stop at once if its stage was done just before the process was interrupted."""
-    if step is not None:
-        trainer.args.max_steps = step
-        trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
 
 
 def _write_model(trainer: PosswapTrainer, prepared: Prepared, folder: Path, recipe: Recipe, run: Run) -> None:

@@ -46,24 +46,15 @@ def resume_note(recipe: Recipe) -> str:
         return f"Interrupted after the training: the model is saved in {folder}. The same command measures it."
     phase = phases[len(finished)]
     saved = [f"{', '.join(finished)}, finished"] if finished else []
-    step, path = _newest(folder, phase)
-    if path is not None:
-        saved.append(f"step {step} of {phase.recipe.training.max_steps}{_of(phase)}, in {path}")
+    sealed = (path for path in checkpoints_in(folder / phase.name / CHECKPOINTS) if (path / SEAL).is_file())
+    newest = next(sealed, None)
+    if newest is not None:
+        of_phase = f" of {phase.name}" if phase.name else ""
+        saved.append(f"step {step_of(newest)} of {phase.recipe.training.max_steps}{of_phase}, in {newest}")
     if not saved:
         return f"Interrupted: nothing is saved yet, and the same command starts again. {_when_saved(phase)}."
-    begins = f"at step {step + 1}" if path is not None else f"with {phase.name}"
+    begins = f"at step {step_of(newest) + 1}" if newest is not None else f"with {phase.name}"
     return f"Interrupted. Saved: {'; '.join(saved)}. The same command resumes {begins}."
-
-
-def _of(phase: Phase) -> str:
-    return f" of {phase.name}" if phase.name else ""
-
-
-def _newest(folder: Path, phase: Phase) -> tuple[int, Path | None]:
-    """Return the step and the folder of the newest complete checkpoint; 0 and None: there is none."""
-    sealed = (path for path in checkpoints_in(folder / phase.name / CHECKPOINTS) if (path / SEAL).is_file())
-    path = next(sealed, None)
-    return (0, None) if path is None else (step_of(path), path)
 
 
 def _when_saved(phase: Phase) -> str:

@@ -232,7 +232,8 @@ class PosswapTrainer(SavingTrainer):
         Raises:
             NumericError: it is NaN or infinite; the message names the last good checkpoint.
         """
-        if self._splits_by_deepspeed():
+        config = getattr(self.accelerator, "parallelism_config", None)
+        if config is not None and getattr(config, "sp_enabled", False):  # DeepSpeed splits the sequences
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = self.objective(model, inputs, num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -244,10 +245,6 @@ class PosswapTrainer(SavingTrainer):
                 "or a longer warm-up."
             )
         return (loss, {}) if return_outputs else loss
-
-    def _splits_by_deepspeed(self) -> bool:
-        config = getattr(self.accelerator, "parallelism_config", None)
-        return config is not None and getattr(config, "sp_enabled", False)
 
     def last_good(self) -> str:
         """Return a sentence with the newest complete checkpoint."""
