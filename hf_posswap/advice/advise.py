@@ -94,7 +94,7 @@ class Advice(ResultView):
         lines += [line for row in self.further for line in ("", f"see also {row} [{row.source}]")]
         return in_lines(lines)
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         names = ("model", "length", "budget", "serve")
         titles = {"use": self.use.title, "others": len(self.others)}
         return {name: getattr(self, name) for name in names} | titles

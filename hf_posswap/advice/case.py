@@ -9,7 +9,7 @@ import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, judge
@@ -22,6 +22,10 @@ from hf_posswap.patching.inspect.describe import PositionReport, describe_positi
 from hf_posswap.schemes import Scheme
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Kind = Literal["learned", "rope", "encoder", "unlimited", "other"]
 _PLACEHOLDER = "MODEL"
@@ -44,7 +48,7 @@ class Case:
     """
 
     name: str
-    model: Any
+    model: PreTrainedModel
     report: PositionReport
     kind: Kind
     parameters: int
@@ -67,7 +71,7 @@ class Case:
         """`windows` as the value of a scheme's field."""
         return f"{math.ceil(1000 * self.windows) / 1000:g}"
 
-    def fresh(self) -> Any:
+    def fresh(self) -> PreTrainedModel:
         """Return a new copy of the model without weights, which may be changed."""
         return on_meta(copy.deepcopy(self.model.config))
 
@@ -109,7 +113,7 @@ def read_case(model: Any, length: int, budget: float | None, serve: str | None) 
     return Case(name, skeleton, report, _kind_of(skeleton, report), count, length, int(budget or 0), serve)
 
 
-def named_source(model: Any) -> tuple[str, Any]:
+def named_source(model: nn.Module) -> tuple[str, object]:
     """Return the model's name for commands, and the source to read it from; only code of transformers is run."""
     import transformers
 
@@ -127,7 +131,7 @@ def named_source(model: Any) -> tuple[str, Any]:
     raise OptionError(f"{model.__name__} is a class of neither a model nor a config of transformers.")
 
 
-def _with_class(config: Any, model_class: type) -> Any:
+def _with_class(config: PreTrainedConfig, model_class: type) -> PreTrainedConfig:
     """Return `config` with `model_class` in its architectures."""
     config.architectures = [model_class.__name__]
     if model_class_of(config) is not model_class:
@@ -135,7 +139,7 @@ def _with_class(config: Any, model_class: type) -> Any:
     return config
 
 
-def _kind_of(model: Any, report: PositionReport) -> Kind:
+def _kind_of(model: PreTrainedModel, report: PositionReport) -> Kind:
     several = len(locate(model).stacks) > 1
     if several or model.config.is_encoder_decoder:
         return "unlimited" if reach_of(model).limit is None and report.sites["rotary"] == "-" else "other"

@@ -80,7 +80,7 @@ class Figure(ResultView):
     whose: str = ""
     remark: str = ""
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         names = ("subject", "against", "difference", "low", "high", "windows", "tokens", "documents")
         return {name: getattr(self, name) for name in names} | {"base": self.base.name}
 

@@ -54,7 +54,7 @@ class Option(ResultView):
     bound: float = float("inf")
     literature: tuple[Literature, ...] = ()
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         names = ("title", "scheme", "recipe", "standing", "route")
         return {name: getattr(self, name) for name in names} | {"reasons": len(self.reasons)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -162,7 +162,7 @@ def make_scheme(text: str) -> Scheme:
     return schemes.make_scheme(_read_scheme_file(text) if text.endswith(".json") else text)
 
 
-def _read_scheme_file(name: str) -> dict[str, Any]:
+def _read_scheme_file(name: str) -> dict[str, object]:
     try:
         fields = read_bounded_json(expand_home(name))
     except (OSError, ValueError) as error:

@@ -24,7 +24,9 @@ from hf_posswap.utils.threads import ignored_warnings, quiet_logger
 from hf_posswap.versions import is_tested, tested, tested_range
 
 if TYPE_CHECKING:
+    from hf_posswap.families import Family
     from hf_posswap.patching.inspect.census import ClassEntry
+    from hf_posswap.schemes.base import Scheme
 
 _MOST = 40
 """Most classes to plan: each takes about a second."""
@@ -59,7 +61,7 @@ def schemes(
     return show_json(listed) if json else _show_schemes(listed)
 
 
-def _scheme(name: str, cls: Any) -> dict[str, Any]:
+def _scheme(name: str, cls: type[Scheme]) -> dict[str, Any]:
     """Return the full description of a scheme as JSON data."""
     fields = describe_fields(cls)
     open_fields = any(field["required"] for field in fields)  # the traits may depend on them
@@ -175,7 +177,7 @@ def families(
     return show_text("", "by rule: every model whose config the family's rule accepts, whatever its type.")
 
 
-def _family(name: str, family: Any) -> dict[str, Any]:
+def _family(name: str, family: Family) -> dict[str, Any]:
     """Return the list entry of a family as JSON data."""
     return {
         "name": name,
@@ -194,7 +196,7 @@ def _show_family(family: dict[str, Any]) -> None:
     show_pairs(rows)
 
 
-def _mechanism(family: Any) -> str:
+def _mechanism(family: Family) -> str:
     """Return the stock position mechanism of a family's models, in two or three words."""
     traits = [stack.traits for stack in family.parts if stack.traits is not None]
     tables = [f"{stack.table.kind} table" for stack in family.parts if stack.table is not None]
@@ -229,7 +231,7 @@ def _classes(json: bool) -> None:
     return show_text("", f"{len(good)} of {len(entries)} classes can be swapped.")
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """Format `value` as it is written on the command line.
 
     Example:
@@ -266,7 +268,7 @@ def describe_fields(cls: type) -> list[dict[str, Any]]:
     return out
 
 
-def _plain(default: Any, annotation: Any) -> Any:
+def _plain(default: Any, annotation: object) -> object:
     """Return a field's default as JSON data."""
     if is_layers(annotation):
         return {str(layer): scheme.to_dict() for layer, scheme in default}
@@ -277,7 +279,7 @@ def _plain(default: Any, annotation: Any) -> Any:
     return default
 
 
-def _scheme_data(default: Any) -> Any:
+def _scheme_data(default: Any) -> object:
     """Return a scheme as JSON data: its name, where all its fields are as they begin."""
     return default.name if default == type(default)() else default.to_dict()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from hf_posswap.cli.evaluating import Device, Tokenizer, placing, whole_numbers
 from hf_posswap.cli.output import quiet_library, show_json, show_table, show_text
 from hf_posswap.cli.target import checked_file
 from hf_posswap.errors import OptionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def lm_eval(
@@ -144,7 +147,7 @@ def lm_eval(
     _show(results)
 
 
-def _base(text: str) -> Any:
+def _base(text: str) -> dict[str, object] | PreTrainedModel | str | Path:
     """Return the results in a file, or a model."""
     from hf_posswap.utils.atomic_io import read_json
     from hf_posswap.utils.user_paths import expand_home
@@ -153,7 +156,7 @@ def _base(text: str) -> Any:
     return read_json(path) if path.suffix == ".json" and path.is_file() else source_of(text)
 
 
-def _object_of(text: str) -> dict[str, Any]:
+def _object_of(text: str) -> dict[str, object]:
     import json
 
     try:
@@ -225,13 +228,13 @@ def _rows(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _as_json(results: dict[str, Any]) -> str:
+def _as_json(results: dict[str, object]) -> str:
     import json
 
     return json.dumps(results, indent=2, default=str, allow_nan=False) + "\n"
 
 
-def _plain(results: dict[str, Any]) -> Any:
+def _plain(results: dict[str, Any]) -> object:
     import json
 
     return json.loads(_as_json(results))

@@ -10,13 +10,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hf_posswap import errors
 from hf_posswap.utils.printable import printable
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 DEBUG = "POSSWAP_DEBUG"
 
@@ -99,7 +102,7 @@ def was_interrupted() -> bool:
     return _interrupted.is_set()
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     _interrupted.set()
     signal.default_int_handler(number, frame)
 
@@ -107,7 +110,7 @@ def _interrupt(number: int, frame: Any) -> None:
 class _OneLine:
     """Mixin that reports an error as one line on stderr and an exit code, never as a traceback."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         try:
             return super().invoke(ctx)  # type: ignore[misc]
         except (errors.PosswapError, OSError) as error:

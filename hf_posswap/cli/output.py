@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -38,7 +38,7 @@ def quiet_library() -> Iterator[None]:
         yield
 
 
-def show_json(value: Any) -> None:
+def show_json(value: object) -> None:
     """Print `value` as JSON: the only thing that a command with --json prints on stdout."""
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
     typer.echo(UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text))

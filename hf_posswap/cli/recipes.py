@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from hf_posswap.cli.arguments import Json, recipe_names
 from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_table, show_text
 from hf_posswap.errors import OptionError
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from hf_posswap.training.config.shipped import ShippedRecipe
 
 
 def recipes(
@@ -69,8 +72,8 @@ def recipes(
         show_text("posswap train NAME model.name=MODEL --text books runs it.")
 
 
-def _as_json(recipe: Any) -> dict[str, Any]:
-    header: dict[str, Any] = {key.lower(): text for key, text in recipe.header.items()}
+def _as_json(recipe: ShippedRecipe) -> dict[str, object]:
+    header: dict[str, object] = {key.lower(): text for key, text in recipe.header.items()}
     if recipe.trains:
         old, new, tokens, loads_with = recipe.swap
         header["swap"] = {"from": old, "to": new, "tokens": tokens, "loads_with": loads_with}

@@ -66,7 +66,7 @@ def report(
     show_text(f"The page is {page}.")
 
 
-def _tables(texts: list[str], results: dict[str, Any]) -> dict[str, Any]:
+def _tables(texts: list[str], results: dict[str, Any]) -> dict[str, object]:
     """Return the table of the harness for each model, with what is kept of the base's scores if the base has some."""
     from hf_posswap.errors import CheckpointError, OptionError
     from hf_posswap.harness import retention

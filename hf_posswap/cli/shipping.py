@@ -112,7 +112,7 @@ def check(
         raise typer.Exit(Code.OTHER)
 
 
-def _imported(text: str) -> Any:
+def _imported(text: str) -> object:
     """Return the model that "module:name" names: an object, or what a function of that name returns.
 
     Raises:

@@ -30,6 +30,7 @@ from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
     from hf_posswap import SwapPlan
+    from hf_posswap.schemes.base import Scheme
 
 
 def explain(
@@ -182,7 +183,7 @@ def patch(
     show_text("", f"Saved to {folder}, {_processor_note(processor)}.", _how_to_load(plan))
 
 
-def _processor_note(processor: Any) -> str:
+def _processor_note(processor: object) -> str:
     """Return whether a tokenizer, or which processor of images or sound, was saved too."""
     from transformers import PreTrainedTokenizerBase
 
@@ -200,7 +201,7 @@ def _how(max_length: int | None, site: Site, relative: Relative | None) -> dict[
     return {"max_length": max_length, "site": site.value, "relative": None if relative is None else relative.value}
 
 
-def _refuse_early(source: str, scheme: Any, how: dict[str, Any]) -> None:
+def _refuse_early(source: str, scheme: Scheme, how: dict[str, Any]) -> None:
     """Raise the error of the swap before weights are downloaded or read."""
     import hf_posswap
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.compat.transformers_loading import file_of
 from hf_posswap.errors import CheckpointError, PosswapError
@@ -11,6 +11,9 @@ from hf_posswap.utils.atomic_io import writable_folder
 from hf_posswap.utils.auto_classes import auto_processor, auto_tokenizer
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "tekken.json")
 
@@ -50,7 +53,7 @@ def checked_file(out: Path, option: str = "--out") -> Path:
     return path
 
 
-def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a folder or Hub id; None for a folder without one.
 
     Args:
@@ -73,7 +76,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def load_processor(source: str, *, trust_remote_code: bool = False) -> Any:
+def load_processor(source: str, *, trust_remote_code: bool = False) -> ProcessorMixin | PreTrainedTokenizerBase | None:
     """Return the processor (of images, sound, or both with text) of a folder or Hub id, otherwise its tokenizer.
 
     Returns None for a folder without either. Arguments and errors are those of `load_tokenizer`.

@@ -25,6 +25,7 @@ from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PICTURE = "attention"
@@ -55,7 +56,7 @@ class AttentionComparison(ResultView):
     def __str__(self) -> str:
         return in_lines(self.said)
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         lengths = sorted({length for by_length in self.paid.values() for length in by_length})
         return {"path": str(self.path), "window": self.window, "models": list(self.paid), "lengths": lengths}
 
@@ -67,7 +68,7 @@ def compare_attention(
     candidates: Sequence[Candidate | PreTrainedModel | str | Path],
     out: str | Path,
     *,
-    text: Any = None,
+    text: object = None,
     documents: Any = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     lengths: Sequence[int] | None = None,
@@ -76,7 +77,7 @@ def compare_attention(
     column: str = TEXT,
     by_layer: bool = False,
     dark: bool = False,
-    device: Any = None,
+    device: torch.device | str | None = None,
     trust_remote_code: bool = False,
 ) -> AttentionComparison:
     """Run several models on texts, such as one before and after a swap, and draw the attention they pay by distance.

@@ -162,8 +162,8 @@ class ModelLoader:
     """
 
     loaded: dict[Any, Any]
-    device: Any = None
-    dtype: Any = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | str | None = None
     trust_remote_code: bool = False
 
     def model(self, candidate: Candidate, length: int) -> PreTrainedModel:
@@ -187,7 +187,7 @@ class ModelLoader:
         patch_model(swapped, candidate.scheme, max_length=candidate.max_length or length, **candidate.options)
         return swapped.eval()
 
-    def _load(self, source: Any) -> Any:
+    def _load(self, source: PreTrainedModel | str | Path) -> PreTrainedModel:
         """Return the model of a folder or Hub id on its device; a model object in eval mode unchanged."""
         if not isinstance(source, str | Path):  # eval() would change the user's model in place
             return shell_of(source).eval() if source.training else source
@@ -235,7 +235,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     return Subject(name, target, scoring, reach, patch.plan if patch else None, identity)
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of 32 hex digits over the weights and the config of `model`, including its swap.
 
     Example:

@@ -177,7 +177,7 @@ class EvalDocuments(ResultView):
     protocol: str = WHOLE
     said: str = "each is the beginning of one document"
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"source": self.source, "documents": len(self.names), "tokens": self.tokens, "protocol": self.protocol}
 
     @cached_property
@@ -242,7 +242,7 @@ def read_documents(
     return EvalDocuments(source_name, cut.names, cut.tokens, cut.protocol, cut.said)
 
 
-def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
+def text_and_count(text: object, documents: Any) -> tuple[Any, int | None]:
     """Return the text to read, and the maximum number of documents or None, from the arguments of a public function.
 
     Args:
@@ -279,7 +279,7 @@ def text_and_count(text: Any, documents: Any) -> tuple[Any, int | None]:
     return (None if _is_python(documents) else documents), None
 
 
-def _is_python(text: Any) -> bool:
+def _is_python(text: object) -> bool:
     return isinstance(text, str | Path) and str(text) == PYTHON
 
 

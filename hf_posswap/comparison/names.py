@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONTROL = "control"
 _WEIGHTS_FOLDER = "model"  # the folder for weights inside a training run's folder
@@ -18,7 +21,7 @@ class Named(Protocol):
     """An object with a source and an optional name, such as a `Candidate`."""
 
     @property
-    def source(self) -> Any: ...
+    def source(self) -> PreTrainedModel | str | Path: ...
 
     @property
     def name(self) -> str | None: ...

@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_posswap.compat.accelerate_state import is_connected
 from hf_posswap.errors import MissingDependencyError, PosswapError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=7)  # units may take long, and a launcher ends all processes when one dies
@@ -28,7 +31,7 @@ class Ranks:
 
     index: int = 0
     count: int = 1
-    device: Any = None
+    device: torch.device | None = None
 
     @property
     def is_main(self) -> bool:

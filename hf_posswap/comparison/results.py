@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from hf_posswap.report.conclusion import conclude, control_warnings
 from hf_posswap.report.words import scores_by_length, task_scores
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _PROCESSORS = Path("/proc/cpuinfo")
 _CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))
 SCHEMA = 2
@@ -36,7 +39,7 @@ RESULTS, CURVES, NEEDLES, TABLE = "results.json", "curves.csv", "needle.csv", "t
 WIDE, LATEX = "results.csv", "table.tex"
 
 
-def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
+def environment(devices: Sequence[torch.device]) -> dict[str, object]:
     """Return the versions and the hardware behind the results.
 
     Args:
@@ -163,7 +166,7 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
     return columns | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
 
 
-def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
+def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, object]:
     """Return perplexity and interval at each length; columns are the same for all models."""
     scores = {row["length"]: row for row in scores_by_length(model)}
     fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))
@@ -174,7 +177,7 @@ def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([header, *rows])
     return table.getvalue()
@@ -183,12 +186,12 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def collect_results(
     works: Sequence[Work],
     base: Work,
-    measured: Mapping[str, dict[str, Any]],
-    comparisons: Mapping[str, dict[str, Any]],
-    sliding: dict[str, Any] | None,
+    measured: Mapping[str, dict[str, object]],
+    comparisons: Mapping[str, dict[str, object]],
+    sliding: dict[str, object] | None,
     lengths: Sequence[int],
     command: str | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the results as JSON data.
 
     Args:
@@ -238,7 +241,7 @@ def keep_date(results: dict[str, Any], folder: Path) -> None:
         results["made"]["date"] = earlier["made"]["date"]
 
 
-def write_results(results: dict[str, Any], folder: Path) -> None:
+def write_results(results: dict[str, object], folder: Path) -> None:
     """Write results.json, the tables (three .csv, .md and .tex) and report.html to `folder`, each atomically.
 
     Raises:
@@ -253,7 +256,7 @@ def write_results(results: dict[str, Any], folder: Path) -> None:
     write_json(folder / RESULTS, results)
 
 
-def _model(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
+def _model(work: Work, lengths: Sequence[int]) -> dict[str, object]:
     subject, reach, training = work.subject, work.subject.reach, training_of(work.subject.model.config)
     of_this_swap = training is not None and training.is_of(None if subject.plan is None else subject.plan.record)
     return {
@@ -269,5 +272,5 @@ def _model(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(tokenizer: Any) -> dict[str, Any]:
+def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     return {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer), "bos": tokenizer.bos_token_id}

@@ -32,6 +32,7 @@ from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_posswap.utils.progress import Reporter
@@ -76,7 +77,7 @@ def evaluate(
     scheme: SchemeChoice | None = None,
     *,
     baseline: PreTrainedModel | str | Path | None = None,
-    text: Any = None,
+    text: object = None,
     documents: Any = None,
     lengths: Sequence[int] | int | None = None,
     metrics: Sequence[str] | str | None = None,
@@ -88,15 +89,15 @@ def evaluate(
     max_length: int | None = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     column: str = TEXT,
-    device: Any = None,
-    dtype: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
     out: str | Path | None = None,
     pictures: bool = True,
     alone: bool = False,
     progress: bool | None = None,
     reporter: Reporter | None = None,
     trust_remote_code: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Evaluation:
     """Measure `model` at every length: perplexity, use of context, needles, and the cost of the swap.
 
@@ -181,7 +182,7 @@ def evaluate(
     )
 
 
-def _refuse_options(options: dict[str, Any], max_length: int | None) -> None:
+def _refuse_options(options: dict[str, object], max_length: int | None) -> None:
     """Raise an OptionError for arguments that say how to put in a scheme, or are misspelt, where there is no scheme."""
     names = [*options, *([] if max_length is None else ["max_length"])]
     known = list(inspect.signature(evaluate).parameters)
@@ -193,7 +194,7 @@ def _refuse_options(options: dict[str, Any], max_length: int | None) -> None:
 def compare(
     candidates: Sequence[Candidate | PreTrainedModel | str | Path],
     *,
-    text: Any = None,
+    text: object = None,
     documents: Any = None,
     lengths: Sequence[int] | int | None = None,
     metrics: Sequence[str] | str | None = None,

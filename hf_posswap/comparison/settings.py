@@ -141,16 +141,16 @@ def _names(metrics: Any) -> Any:
     return None if metrics is None else _items(metrics)
 
 
-def _items(values: Any) -> tuple[Any, ...]:
+def _items(values: Any) -> tuple[object, ...]:
     """Return the items of a list as a tuple; anything else becomes its only item, which a check then refuses."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         return (values,)
     return tuple(value.item() if hasattr(value, "item") else value for value in values)
 
 
-def _is_whole(value: Any, minimum: int) -> bool:
+def _is_whole(value: object, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

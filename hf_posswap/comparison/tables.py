@@ -60,7 +60,7 @@ def grid_of(results: dict[str, Any]) -> Grid:
     return Grid(header, rows, meanings)
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(results: dict[str, object]) -> str:
     """Return the verdict on each model, the main numbers as Markdown, and remarks on missing metrics.
 
     Example:
@@ -89,7 +89,7 @@ def _markdown_cell(cell: str) -> str:
     return cell if _NUMBERS.fullmatch(cell) else markdown_text(cell)
 
 
-def notebook(results: dict[str, Any]) -> str:
+def notebook(results: dict[str, object]) -> str:
     """Return the content of `markdown` as HTML, for a notebook."""
     grid, short, details = grid_of(results), in_short(results), details_of(results)
     return html_tables.together(

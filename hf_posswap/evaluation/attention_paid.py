@@ -22,6 +22,7 @@ from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 _COPIES = 3
@@ -139,12 +140,12 @@ def check_reads_text(model: PreTrainedModel) -> None:
         )
 
 
-def _reader(model: Any) -> Any:
+def _reader(model: PreTrainedModel) -> nn.Module:
     """Return the stack that reads the text: the encoder of an encoder-decoder, otherwise the base model."""
     return model.get_encoder() if model.config.is_encoder_decoder else model.base_model
 
 
-def _chunk_size(model: Any, length: int, reach: Reach, most_bytes: int) -> int:
+def _chunk_size(model: PreTrainedModel, length: int, reach: Reach, most_bytes: int) -> int:
     """Return the number of tokens of one forward."""
     config = model.config.get_text_config()
     a_query = 4 * config.num_attention_heads * length  # bytes per layer
@@ -180,11 +181,11 @@ def _eager_attention(model: Any) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _read(model: Any, ids: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor]:
+def _read(model: PreTrainedModel, ids: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the attention of later tokens by distance, [layers, N - 1], and on the first token, [layers]."""
     length = ids.shape[1]
     reader = _reader(model)
-    inputs: dict[str, Any] = {"output_attentions": True}
+    inputs: dict[str, object] = {"output_attentions": True}
     if not model.config.is_encoder_decoder:
         inputs["use_cache"] = chunk_size < length
     totals, first = torch.zeros(2, 0)

@@ -28,7 +28,7 @@ from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 GIB = 1 << 30
@@ -81,7 +81,7 @@ def forward_need(
         >>> forward_need(model, 8192).scores, forward_need(model, 8192, prefill=512).cache
         (0, 8388608)
     """
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     hidden, heads = config.hidden_size, _first(config, "num_attention_heads") or 1  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or hidden // heads)  # of all query heads
     kv_width = width // heads * (getattr(config, "num_key_value_heads", None) or heads)
@@ -98,7 +98,7 @@ def forward_need(
     )
 
 
-def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
+def _scores(model: PreTrainedModel, heads: int, rows: int, length: int, kernels: bool) -> int:
     """Return the bytes of materialized [rows, length] tensors: 0 for one causal forward of a fused kernel.
 
     With a cache the mask is materialized.
@@ -115,7 +115,9 @@ def _scores(model: Any, heads: int, rows: int, length: int, kernels: bool) -> in
     return (planes * rows * length + unsplit + split) * 4
 
 
-def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, length: int, kernels: bool) -> int:
+def _split_scores(
+    mechanism: Mechanism, model: PreTrainedModel, heads: int, rows: int, length: int, kernels: bool
+) -> int:
     """Return the elements of the scores of a mechanism by region; in fused calls, of each region's queries and keys."""
     of_key = 2 * _SCORE_COPIES * heads * min(rows, BLOCK)  # in blocks of queries
     if not (kernels and _merges(mechanism, model, rows * length)):
@@ -129,7 +131,7 @@ def _split_scores(mechanism: Mechanism, model: Any, heads: int, rows: int, lengt
     return max(turned, of_key * _by_formula(rows, length) // rows)
 
 
-def _merges(mechanism: Mechanism, model: Any, pairs: int) -> bool:
+def _merges(mechanism: Mechanism, model: PreTrainedModel, pairs: int) -> bool:
     """Return whether "auto" uses fused calls for a mechanism by region, also with padding, packing or a cache."""
     at_work = mechanism.backend == "auto" and attention_implementation(model.config) == "sdpa"
     if not at_work or pairs < MIN_QK_PAIRS:
@@ -152,7 +154,7 @@ def _bias_planes(mechanism: Mechanism, heads: int) -> int:
     return _SCORE_COPIES * heads + inside
 
 
-def _pairs_at_once(mechanism: Mechanism, model: Any, rows: int, length: int) -> int:
+def _pairs_at_once(mechanism: Mechanism, model: PreTrainedModel, rows: int, length: int) -> int:
     """Return the number of query-key pairs for which the bias of `mechanism` is materialized at once."""
     whole = rows * length
     plain = mechanism.backend != "auto" or model.device.type != "cpu" or whole < MIN_QK_PAIRS
@@ -168,7 +170,7 @@ def _by_formula(rows: int, length: int) -> int:
     return 0 if rows == length else min(rows * length, MIN_QK_PAIRS)
 
 
-def _first(config: Any, *names: str) -> int | None:
+def _first(config: PreTrainedConfig, *names: str) -> int | None:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
@@ -260,7 +262,7 @@ def forward_operations(model: PreTrainedModel, length: int) -> float:
         >>> forward_operations(model, 64) - 2 * forward_operations(model, 32)  # 2 * 2 * 16 * (64**2 - 2 * 32**2)
         131072.0
     """
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     only_read = table is not None and (head is None or head.weight is not table.weight)
     counted = sum(p.numel() for p in model.parameters()) - (table.weight.numel() if only_read else 0)  # type: ignore[operator]

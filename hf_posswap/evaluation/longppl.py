@@ -49,7 +49,7 @@ class KeySpans(ResultView):
     documents: tuple[str, ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         count = sum(map(len, self.spans))
         names = ("evaluator", "short", "stride", "gain", "limit")
         return {name: getattr(self, name) for name in names} | {"documents": len(self.documents), "spans": count}

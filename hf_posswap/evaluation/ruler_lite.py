@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -152,7 +152,7 @@ class RulerPrompt(ResultView):
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"tokens": len(self.ids), "spans": self.spans}
 
 

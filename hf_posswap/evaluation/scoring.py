@@ -26,7 +26,7 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 Head = Callable[[Tensor], Tensor]
@@ -213,7 +213,7 @@ class Scorer:
     def _states(self, ids: Tensor, start: int) -> Iterator[tuple[Tensor, Head]]:
         """Yield the output of each forward, states [B, K, E] or logits [B, K, V], and its conversion to logits."""
         chunk_size = self.prefill or ids.shape[1]
-        inputs: dict[str, Any] = {"use_cache": ids.shape[1] > chunk_size}
+        inputs: dict[str, object] = {"use_cache": ids.shape[1] > chunk_size}
         for begin in range(0, ids.shape[1], chunk_size):
             end = min(begin + chunk_size, ids.shape[1])
             inputs |= {"input_ids": ids[:, begin:end], "attention_mask": torch.ones_like(ids[:, :end])}
@@ -230,7 +230,7 @@ class Scorer:
 
     def _head(self, states: Tensor) -> Tensor:
         """Return float32 logits [B, K, V] of hidden states [B, K, E]."""
-        config: Any = self.model.config.get_text_config()
+        config: PreTrainedConfig = self.model.config.get_text_config()
         logits = self.model.get_output_embeddings()(states).float()
         if getattr(config, "logit_scale", None) is not None:  # Cohere
             logits = logits * config.logit_scale

@@ -351,7 +351,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def holm_corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def holm_corrected(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
     """Return `rows` with "p_holm": corrected over the rows that have a "p", and None for the others.
 
     Example:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.advice.case import Case, Serving, named_source, serving_of
 from hf_posswap.advice.commands import line
@@ -14,6 +14,9 @@ from hf_posswap.evaluation.cost import forward_need, forward_operations
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.inspect.describe import Explanation, explain, on_meta
 from hf_posswap.schemes import Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PREFILL = 512
 _DOUBLINGS = 6
@@ -98,7 +101,7 @@ def model_facts(
     )
 
 
-def _swapped(skeleton: Any, scheme: Any, how: dict[str, Any]) -> Any:
+def _swapped(skeleton: PreTrainedModel, scheme: Any, how: dict[str, Any]) -> PreTrainedModel:
     """Return the swapped model without weights, or the unswapped one if the swap needs the weights' values."""
     try:
         return patch_model(on_meta(copy.deepcopy(skeleton.config)), scheme, **how)
@@ -106,18 +109,18 @@ def _swapped(skeleton: Any, scheme: Any, how: dict[str, Any]) -> Any:
         return skeleton
 
 
-def _cost(model: Any, length: int) -> LengthCost:
+def _cost(model: PreTrainedModel, length: int) -> LengthCost:
     whole = forward_need(model, length)
     cache = forward_need(model, length, prefill=min(_PREFILL, length - 1)).cache if length > 1 else 0
     return LengthCost(length, cache, whole.total, forward_operations(model, length))
 
 
-def _serving(case: Case, scheme: Scheme | None, how: dict[str, Any]) -> tuple[Serving, ...]:
+def _serving(case: Case, scheme: Scheme | None, how: dict[str, object]) -> tuple[Serving, ...]:
     verdicts = (serving_of(case, scheme, target=target, how=how) for target in TARGETS)
     return tuple(verdict for verdict in verdicts if verdict is not None)
 
 
-def _commands(case: Case, typed: str | None, how: dict[str, Any], serving: tuple[Serving, ...]) -> tuple[str, ...]:
+def _commands(case: Case, typed: str | None, how: dict[str, object], serving: tuple[Serving, ...]) -> tuple[str, ...]:
     longer = str(max(case.length, 4 * case.window if typed is None else case.length))
     ask = line("advise", case.name, "--length", longer)
     if typed is None:

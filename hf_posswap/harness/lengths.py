@@ -10,10 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import DataError, MissingDependencyError, OptionError, PosswapError
 from hf_posswap.utils.format import said_by
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
 
 KEY = "max_seq_lengths"
 """The entry of the harness's metadata that RULER and BABILong read."""
@@ -30,7 +35,7 @@ class Loaded:
         groups: {requested name: its tasks}.
     """
 
-    tasks: dict[str, Any]
+    tasks: dict[str, object]
     groups: dict[str, list[str]]
 
 
@@ -44,7 +49,7 @@ def by_length(task: str) -> str:
     return _BY_LENGTH.get(task, task)
 
 
-def load_tasks(names: Sequence[str], manager: Any, metadata: dict[str, Any], length: int | None) -> Loaded:
+def load_tasks(names: Sequence[str], manager: TaskManager, metadata: dict[str, object], length: int | None) -> Loaded:
     """Load tasks, and their data of `length`.
 
     Args:
@@ -112,13 +117,13 @@ def _thousands(length: int) -> str:
     return f"{length // unit}k"
 
 
-def reads_lengths(task: Any) -> bool:
+def reads_lengths(task: Task) -> bool:
     """Tell whether the data of a task depend on the length in the metadata: whether its function reads that entry."""
     function = getattr(task.config, "custom_dataset", None)
     return callable(function) and _mentions(function, _DEEPEST)
 
 
-def _mentions(function: Callable[..., Any], depth: int) -> bool:
+def _mentions(function: Callable[..., object], depth: int) -> bool:
     function = inspect.unwrap(getattr(function, "func", function))
     if not isinstance(function, FunctionType):
         return False
@@ -138,7 +143,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def questions_by_length(
-    task: Any, tokenizer: Any, lengths: Sequence[int], limit: int | None
+    task: Task, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], limit: int | None
 ) -> tuple[dict[int, list[int]], int]:
     """Return the questions whose prompts have more tokens than the length before, up to each length.
 
@@ -166,7 +171,7 @@ def questions_by_length(
 
 
 @contextmanager
-def tokenizer_folder(tokenizer: Any, *, trust_remote_code: bool) -> Iterator[str]:
+def tokenizer_folder(tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> Iterator[str]:
     """Give a temporary folder with a copy of the tokenizer, without its code unless that is trusted.
 
     The harness's synthetic tasks load the tokenizer themselves, by name, and run its code.

@@ -20,7 +20,10 @@ from hf_posswap.utils.auto_classes import TRUST
 from hf_posswap.utils.threads import once, quiet_logger
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
     from transformers import PreTrainedModel
+
+    from hf_posswap.schemes.base import Scheme
 
 NAME = "posswap"
 """Of the model in the harness's registry."""
@@ -28,7 +31,7 @@ _OLDEST = "lm_eval>=0.4.12"
 
 
 @once
-def harness_model_class() -> Any:
+def harness_model_class() -> type[HFLM]:
     """Return the harness's class for swapped models, after which `lm_eval.simple_evaluate(model="posswap")` knows it.
 
     In addition to the arguments of the harness's "hf" it takes `scheme`, a scheme or its name, which is put in without
@@ -55,9 +58,9 @@ def harness_model_class() -> Any:
 
         def __init__(
             self,
-            pretrained: Any,
+            pretrained: PreTrainedModel | str,
             *,
-            scheme: Any = None,
+            scheme: Scheme | str | None = None,
             swap_length: int | None = None,
             trust_remote_code: bool = False,
             **more: Any,

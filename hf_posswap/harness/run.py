@@ -30,6 +30,8 @@ from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_posswap.schemes.base import Scheme
@@ -43,7 +45,7 @@ def run_tasks(
     scheme: Scheme | str | None = None,
     *,
     lengths: Sequence[int] | None = None,
-    baseline: PreTrainedModel | str | Path | Mapping[str, Any] | None = None,
+    baseline: PreTrainedModel | str | Path | Mapping[str, object] | None = None,
     max_length: int | None = None,
     longest_input: int | None = None,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
@@ -52,12 +54,12 @@ def run_tasks(
     limit: int | None = None,
     apply_chat_template: bool = False,
     fewshot_as_multiturn: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     device: Any = None,
     dtype: Any = "auto",
     trust_remote_code: bool = False,
-    base: PreTrainedModel | str | Path | Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    base: PreTrainedModel | str | Path | Mapping[str, object] | None = None,
+) -> dict[str, object]:
     """Run tasks and return the harness's results, with the scores of each task under "results".
 
     The maximum input length, which depends on the swap, is under "longest_input". Under "table" is one row per task and
@@ -106,7 +108,7 @@ def run_tasks(
         raise DataError("a model object has no tokenizer: give tokenizer=.")
     model_class = harness_model_class()
     requested = [str(task) if chosen is None else by_length(str(task)) for task in tasks]
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "tasks": requested,
         "lengths": chosen,
         "limit": limit,
@@ -118,13 +120,13 @@ def run_tasks(
     baseline = with_older_name(baseline=baseline, base=base)
     if isinstance(baseline, Mapping):  # fail before anything is loaded
         retention({"table": {"columns": [], "rows": []}, "settings": settings}, baseline)
-    shared: dict[str, Any] = {}
+    shared: dict[str, object] = {}
     manager = _manager(requested, trust_remote_code, shared)
     more = {"batch_size": batch_size, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if tokenizer is not None:
         more["tokenizer"] = tokenizer
 
-    def run(source: Any, **swap: Any) -> dict[str, Any]:
+    def run(source: PreTrainedModel | str | Path, **swap: object) -> dict[str, Any]:
         source = str(source) if isinstance(source, Path) else source
         return _run(model_class(source, **swap, **more), manager, shared, settings, trust_remote_code, bool(swap))
 
@@ -144,7 +146,7 @@ def _check_numbers(**given: int | None) -> None:
             raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
 
 
-def _checked_lengths(lengths: Sequence[int], metadata: Mapping[str, Any] | None) -> list[int]:
+def _checked_lengths(lengths: Sequence[int], metadata: Mapping[str, object] | None) -> list[int]:
     if not lengths or any(isinstance(length, bool) or length < 1 for length in lengths):
         raise OptionError(f"lengths are whole numbers of at least 1, got {list(lengths)}.")
     if KEY in (metadata or {}):
@@ -153,8 +155,8 @@ def _checked_lengths(lengths: Sequence[int], metadata: Mapping[str, Any] | None)
 
 
 def _run(
-    subject: Any, manager: Any, shared: dict[str, Any], settings: dict[str, Any], trusted: bool, strict: bool
-) -> dict[str, Any]:
+    subject: HFLM, manager: TaskManager, shared: dict[str, Any], settings: dict[str, Any], trusted: bool, strict: bool
+) -> dict[str, object]:
     """Run the tasks on one model.
 
     Args:
@@ -192,7 +194,7 @@ def _run(
 
 
 @contextmanager
-def _random_numbers_kept(subject: Any) -> Iterator[None]:
+def _random_numbers_kept(subject: HFLM) -> Iterator[None]:
     """Give the random numbers of the process their state back: the harness seeds Python's, numpy's and torch's."""
     device = torch.device(subject.device)
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -206,7 +208,7 @@ def _random_numbers_kept(subject: Any) -> Iterator[None]:
 
 
 def _run_by_length(
-    subject: Any, manager: Any, shared: dict[str, Any], settings: dict[str, Any], lengths: list[int]
+    subject: HFLM, manager: TaskManager, shared: dict[str, Any], settings: dict[str, Any], lengths: list[int]
 ) -> dict[str, Any]:
     """Run the tasks at each length; the arguments are those of `_run`."""
     limit, folder = settings["limit"], shared["tokenizer"]
@@ -243,8 +245,8 @@ def _run_by_length(
 
 
 def _evaluate(
-    subject: Any, tasks: list[Any], manager: Any, settings: dict[str, Any], folder: str, **options: Any
-) -> dict[str, Any]:
+    subject: HFLM, tasks: list[object], manager: TaskManager, settings: dict[str, Any], folder: str, **options: object
+) -> dict[str, object]:
     """Return the harness's output; the temporary folder of the tokenizer is not named in it."""
     from lm_eval import simple_evaluate
 
@@ -269,7 +271,7 @@ def _evaluate(
     return dict(output)
 
 
-def _manager(tasks: Sequence[str], trust_remote_code: bool, metadata: dict[str, Any]) -> Any:
+def _manager(tasks: Sequence[str], trust_remote_code: bool, metadata: dict[str, object]) -> TaskManager:
     """Return the harness's index of tasks, after checking that all of `tasks` exist.
 
     The index keeps `metadata` itself, so that later changes count: it takes long to build.

@@ -16,7 +16,7 @@ _SAME = ("tasks", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_mul
 
 def rows_of(
     output: Mapping[str, Any], length: int | None, questions_of: Mapping[str, int | None]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return one row per task and metric of one output of the harness.
 
     RULER's metrics are called by their lengths; they become one metric "score" in the column of their length, and the

@@ -115,7 +115,7 @@ def _read(file: Path) -> dict[str, Any]:
     return values
 
 
-def _code_in(value: Any, depth: int = 0) -> Iterator[str]:
+def _code_in(value: object, depth: int = 0) -> Iterator[str]:
     """Yield a description of each part of `value` that runs code."""
     if isinstance(value, _Function):
         yield f"!function {value}"
@@ -133,7 +133,7 @@ def _code_in(value: Any, depth: int = 0) -> Iterator[str]:
         yield from _code_in(child, depth + 1)
 
 
-def _is_metric(name: Any) -> bool:
+def _is_metric(name: object) -> bool:
     from lm_eval.api import metrics, registry
 
     assert metrics  # which fills the registry

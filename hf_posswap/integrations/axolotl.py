@@ -13,7 +13,7 @@ sequence_len: 65536
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
@@ -27,6 +27,11 @@ from hf_posswap.text.documents import GIVE, file_documents, files_below
 from hf_posswap.text.tokens import load_tokenizer, token_stream
 from hf_posswap.training.trainer_callback import PosswapCallback
 from hf_posswap.utils.printable import brief_repr
+
+if TYPE_CHECKING:
+    from axolotl.utils.dict import DictDefault
+    from pydantic_core import ErrorDetails
+    from transformers import PreTrainedModel
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -96,7 +101,7 @@ class PosswapPlugin(BasePlugin):
         """Return the name of the class that checks `posswap:`."""
         return f"{__name__}.{PosswapArgs.__name__}"
 
-    def register(self, cfg: Any) -> None:
+    def register(self, cfg: DictDefault) -> None:
         """Check what needs no model, before data are prepared.
 
         Raises:
@@ -104,7 +109,7 @@ class PosswapPlugin(BasePlugin):
         """
         settings_of(cfg)
 
-    def post_model_build(self, cfg: Any, model: Any) -> None:
+    def post_model_build(self, cfg: DictDefault, model: PreTrainedModel) -> None:
         """Swap `model` in place.
 
         Raises:
@@ -121,14 +126,14 @@ class PosswapPlugin(BasePlugin):
                 f"set posswap.max_length (and the scheme's factor) to reach it, or sequence_len to {plan.max_length}."
             )
 
-    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+    def add_callbacks_pre_trainer(self, cfg: DictDefault, model: PreTrainedModel) -> list[object]:
         """Return the callback that proves, gates and records the swap, for the constructor of the Trainer."""
         settings = settings_of(cfg)
         scheme = None if settings.fit else settings.scheme  # a fit gives each layer a scheme of its own
         return [PosswapCallback(scheme, max_first_loss=settings.max_first_loss, digests=settings.digests)]
 
 
-def settings_of(cfg: Any) -> PosswapSettings:
+def settings_of(cfg: DictDefault) -> PosswapSettings:
     """Return what `posswap:` in axolotl's config holds.
 
     Args:
@@ -160,14 +165,14 @@ def settings_of(cfg: Any) -> PosswapSettings:
         raise ConfigError(" ".join(map(_problem, error.errors()))) from error
 
 
-def _problem(error: Any) -> str:
+def _problem(error: ErrorDetails) -> str:
     """Return one of pydantic's errors as a sentence with its key."""
     key = ".".join([_KEY, *map(str, error["loc"])])
     shown = "" if error["type"] == "missing" else f", got {brief_repr(error['input'])}"
     return f"{key}: {error['msg'].removeprefix('Value error, ').rstrip('.')}{shown}."
 
 
-def swap(model: Any, settings: PosswapSettings, cfg: Any) -> None:
+def swap(model: PreTrainedModel, settings: PosswapSettings, cfg: DictDefault) -> None:
     """Swap `model` in place as `settings` say, with a fit if they ask for one.
 
     Args:
@@ -194,7 +199,7 @@ def swap(model: Any, settings: PosswapSettings, cfg: Any) -> None:
         fit_rotation(model, rows)
 
 
-def fitting_rows(settings: PosswapSettings, cfg: Any, length: int) -> list[Any]:
+def fitting_rows(settings: PosswapSettings, cfg: DictDefault, length: int) -> list[object]:
     """Return the beginnings of the texts of a fit as token ids, each of at most `length`.
 
     Raises:
@@ -204,7 +209,7 @@ def fitting_rows(settings: PosswapSettings, cfg: Any, length: int) -> list[Any]:
     tokenizer = load_tokenizer(
         source, instead="set tokenizer_config", trust_remote_code=bool(cfg.get("trust_remote_code"))
     )
-    rows: list[Any] = []
+    rows: list[object] = []
     for path in files_below(Path(str(settings.fit_text))):
         for document in file_documents(path, "text"):
             row = token_stream([document], tokenizer)[:length]

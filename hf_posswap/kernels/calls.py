@@ -103,7 +103,7 @@ class Call:
 
 def arranged(calls: Iterable[Call]) -> tuple[Call, ...]:
     """Merge equal consecutive calls to chunks, and set `is_first` of each."""
-    runs: dict[Any, Call] = {}
+    runs: dict[object, Call] = {}
     for number, call in enumerate(calls):
         sizes = (call.queries[1] - call.queries[0], call.keys[1] - call.keys[0])
         group = (call.pair, call.causal, call.flip, call.heads, call.rows, id(call.bias), sizes)

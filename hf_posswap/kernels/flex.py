@@ -6,6 +6,7 @@ Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3; Raffel et al. 20
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,7 @@ def attend_read(
 
 
 @functools.cache
-def _compiled(device: str) -> Any:
+def _compiled(device: str) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # for a second length torch 2.13 generates dynamic code, which does not compile on a CPU

@@ -164,7 +164,7 @@ def _error(device: str) -> float:
     with torch.inference_mode(False), torch.no_grad(), torch.device(device):
         query, key, value = noise(2, 4, 5, 8), noise(2, 2, 5, 8), noise(2, 2, 5, 8)
         row, dense, grad = noise(1, 4, 1, 5), noise(1, 4, 5, 5), noise(2, 4, 5, 8)
-        cases: list[dict[str, Any]] = [
+        cases: list[dict[str, object]] = [
             {"causal": True, "bias": None}, {"causal": False, "bias": None}
         ]  # fmt: skip
         if device == "cpu":

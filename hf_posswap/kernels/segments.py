@@ -200,7 +200,7 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
     return tuple(segments)
 
 
-def _intervals(mask: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the range of keys, [first, stop), that each query of a mask [Q, K] sees; None if there are gaps.
 
     A query that sees nothing has the range (0, 0).
@@ -234,7 +234,7 @@ def _as_bool(mask: Tensor) -> Tensor | None:
     return seen if bool((seen | hidden).all()) else None
 
 
-def _runs(first: Any, end: Any, rows: tuple[int, int]) -> Iterator[Segment]:
+def _runs(first: np.ndarray, end: np.ndarray, rows: tuple[int, int]) -> Iterator[Segment]:
     """Yield the segments of a row, in each of which both bounds stay constant or increase by one per query."""
     steps = list(zip((first[1:] - first[:-1]).tolist(), (end[1:] - end[:-1]).tolist(), strict=True))
     low, high = first.tolist(), end.tolist()

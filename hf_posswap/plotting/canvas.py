@@ -23,7 +23,7 @@ FAINT = "#5c666f"
 """For captions: on white its contrast is 5.9, and 4.5 is required by WCAG AA."""
 COLOURS = tuple(style.colour for style in STYLES)
 _HASH_SALT, _SALT = "svg.hashsalt", "hf_posswap"  # for reproducible ids in SVG files
-DASHES: dict[str, Any] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
+DASHES: dict[str, object] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
 """The matplotlib line style of each of `hf_posswap.plotting.styles.STROKES`."""
 MARKERS = tuple(style.marker for style in STYLES)
 
@@ -77,10 +77,10 @@ def percent_axis(ax: Axes) -> None:
     """Add a right axis with the differences of y, in nats per token, as changes of perplexity in percent."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    def to_percent(nats: Any) -> Any:
+    def to_percent(nats: Any) -> np.ndarray:
         return 100 * np.expm1(nats)
 
-    def to_nats(percent: Any) -> Any:
+    def to_nats(percent: Any) -> np.ndarray:
         return np.log1p(np.maximum(percent, -99.999) / 100)
 
     right = ax.secondary_yaxis("right", functions=(to_percent, to_nats))

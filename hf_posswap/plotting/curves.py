@@ -25,7 +25,7 @@ _FARTHEST = 1.0
 """Nats per token: much larger differences are cut off, so that a model that breaks does not flatten the others."""
 _STAGGER = 1.035
 _LEGEND: dict[str, Any] = {"fontsize": 9, "frameon": False, "loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
-_BELOW: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
+_BELOW: dict[str, object] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "ncols": 2}
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _draw(ax: Axes, curves: Sequence[Curve]) -> None:
     _legend(ax, [curve.label for curve in curves if curve.reference])
 
 
-def _legend(ax: Axes, references: Sequence[str], **placement: Any) -> None:
+def _legend(ax: Axes, references: Sequence[str], **placement: object) -> None:
     """Draw the legend, to the right of the axes by default: the models first, then the references."""
     handles, labels = ax.get_legend_handles_labels()
     models = [number for number, label in enumerate(labels) if label not in references]

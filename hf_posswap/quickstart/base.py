@@ -84,7 +84,7 @@ class QuickstartSettings:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
-def open_folder(out: Path, identity: dict[str, Any]) -> None:
+def open_folder(out: Path, identity: dict[str, object]) -> None:
     """Check that `out` can be the folder of the quickstart with `identity`; create it if it is missing.
 
     Args:
@@ -105,7 +105,7 @@ def open_folder(out: Path, identity: dict[str, Any]) -> None:
         )
 
 
-def claim_folder(out: Path, identity: dict[str, Any]) -> None:
+def claim_folder(out: Path, identity: dict[str, object]) -> None:
     """Mark `out` as the folder of this quickstart, after all checks have passed.
 
     Raises:
@@ -114,7 +114,7 @@ def claim_folder(out: Path, identity: dict[str, Any]) -> None:
     write_json(out / _SETTINGS, identity)
 
 
-def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+def _differences(before: object, now: object, name: str = "") -> list[str]:
     """Return the differences of two JSON values, each as "name was this and is that"."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted({*before, *now})

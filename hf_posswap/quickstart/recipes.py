@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hf_posswap
 from hf_posswap.errors import DataError, SchemeError, UnknownNameError, UnsupportedModelError, UnsupportedSwapError
@@ -102,7 +102,7 @@ def choose_variants(base: Base, settings: QuickstartSettings) -> tuple[list[Vari
     return [_CONTROL, *kept], left_out
 
 
-def _can(check: Callable[..., None], *given: Any) -> bool:
+def _can(check: Callable[..., None], *given: object) -> bool:
     try:
         check(*given)
     except (UnsupportedSwapError, UnsupportedModelError, SchemeError):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def check_reload(
     device: torch.device,
     trust_remote_code: bool = False,
     expected: np.ndarray | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Load `folder` in a fresh process, compare its logits with those of this process, and continue `prompt` there.
 
     Args:
@@ -114,7 +114,7 @@ def _loaded(folder: Path, device: torch.device, trust_remote_code: bool) -> PreT
     return model.eval()
 
 
-def _run_fresh(task: dict[str, Any]) -> None:
+def _run_fresh(task: dict[str, object]) -> None:
     package = str(Path(hf_posswap.__file__).resolve().parents[1])  # so that it is found without installation
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys; from hf_posswap.quickstart.reload import run_task; run_task(sys.stdin.read())"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-from typing import Any
 
 from hf_posswap.utils.printable import printable_lines
 
@@ -54,7 +53,7 @@ def join(*content: object) -> Markup:
     )
 
 
-def json_script(value: Any, identity: str) -> Markup:
+def json_script(value: object, identity: str) -> Markup:
     """Return a script element with `value` as JSON, in which no text can end the element.
 
     Example:

@@ -49,7 +49,7 @@ _SECTIONS = (
 )
 
 
-def write_html(results: dict[str, Any], path: Path) -> None:
+def write_html(results: dict[str, object], path: Path) -> None:
     """Write the page of `results` to `path` atomically.
 
     Args:

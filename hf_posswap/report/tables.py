@@ -79,11 +79,11 @@ def heat_maps(
 
 def _heat_map(
     name: str,
-    cells: Mapping[tuple[Any, int], tuple[float, str]],
+    cells: Mapping[tuple[object, int], tuple[float, str]],
     number: int,
     lengths: Sequence[int],
     window: int,
-    name_row: Callable[[Any], str],
+    name_row: Callable[[object], str],
 ) -> Markup:
     head = [tag("th", short_number(n), scope="col", class_="edge" if n == window else None) for n in lengths]
     lines = [tag("tr", tag("th", class_="corner"), *head)]

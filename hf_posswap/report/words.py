@@ -86,7 +86,7 @@ def task_scores(ruler: dict[str, Any]) -> dict[int, float]:
     return {length: sum(own) / len(own) for length, own in sorted(scores.items())}
 
 
-def kept_text(row: dict[str, Any]) -> str:
+def kept_text(row: dict[str, object]) -> str:
     """Return what a model keeps of the baseline's task score at one length, and the difference with its interval.
 
     Example:
@@ -130,7 +130,7 @@ def far_statement(model: dict[str, Any]) -> str | None:
     return f"No verdict on far context: {text}; {far['reason']}"
 
 
-def retrieved_said(rows: list[dict[str, Any]]) -> str:
+def retrieved_said(rows: list[dict[str, object]]) -> str:
     """Return a sentence on how well an encoder finds documents.
 
     Example:
@@ -142,7 +142,7 @@ def retrieved_said(rows: list[dict[str, Any]]) -> str:
     return f"{last['accuracy']:.0%} of the documents of {last['length']:,} tokens are found ({interval})."
 
 
-def near_said(rows: list[dict[str, Any]]) -> str:
+def near_said(rows: list[dict[str, object]]) -> str:
     """Return a sentence on the similarity of an encoder's vectors to the base's, by length.
 
     Example:
@@ -154,7 +154,7 @@ def near_said(rows: list[dict[str, Any]]) -> str:
     return f"Cosine of its vectors to the base's: {', '.join([f'{values[0]} tokens', *values[1:]])}."
 
 
-def own_gaps(results: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:
+def own_gaps(results: dict[str, object], model: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the metrics that were not measured on `model` and why, without those of `common_gaps`."""
     common = common_gaps(results)
     return [gap for gap in model["not_measured"].items() if gap not in common]

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
 from hf_posswap.geometry import Geometry
@@ -21,6 +21,9 @@ from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.result_views import MOST_LETTERS, brief
 from hf_posswap.utils.scheme_text import add_inherited_fields, respelled, scheme_and_fields, unknown_field
 from hf_posswap.utils.untrusted import refuse_deep
+
+if TYPE_CHECKING:
+    pass
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 
@@ -101,12 +104,12 @@ class Scheme:
     standalone: ClassVar[bool] = True
     """Whether it is a scheme by itself; False: it is only a term of a sum."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         add_inherited_fields(cls)  # help() of a scheme lists all its parameters
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         """Return example options for the scheme in such a model, for when only its name is known."""
         return {}
 
@@ -140,7 +143,7 @@ class Scheme:
         """The table scheme that defines the position table; None: there is no table."""
         return None
 
-    def with_table(self, table: Any) -> Self:
+    def with_table(self, table: Scheme) -> Self:
         """Return a copy with another table scheme for `table_part`."""
         raise NotImplementedError(f"scheme {self.name!r} has no table.")
 
@@ -198,7 +201,7 @@ class Scheme:
         """
         return SCHEMES.get("per_layer")(layers=layers, default=self)  # type: ignore[call-arg]
 
-    def __add__(self, other: Scheme | str | Mapping[Any, Any]) -> Scheme:
+    def __add__(self, other: Scheme | str | Mapping[object, object]) -> Scheme:
         """Return a scheme with both at work: inside attention, or a position table and what is inside attention.
 
         Raises:
@@ -219,7 +222,7 @@ class Scheme:
             return SCHEMES.get("together")(table=first.table_part, inside=both)  # type: ignore[call-arg]
         return SCHEMES.get("together")(table=first, inside=second)  # type: ignore[call-arg]
 
-    def __radd__(self, other: str | Mapping[Any, Any]) -> Scheme:
+    def __radd__(self, other: str | Mapping[object, object]) -> Scheme:
         """Return the sum of a scheme that is given by its name or dict, and this one."""
         return make_scheme(other) + self
 
@@ -244,18 +247,18 @@ class Scheme:
         return f"{self.name}({shown})" if shown else self.name
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a field's value as JSON."""
     if isinstance(value, Scheme):
         return value.to_dict()
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return str(value) if isinstance(value, Scheme) else repr(value)
 
 
-def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: Any) -> Scheme:
+def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: object) -> Scheme:
     """Return the scheme that `scheme` names, or `scheme` itself.
 
     Args:
@@ -319,7 +322,7 @@ def _is_written_as_sum(text: str) -> bool:
     return is_sum(text)
 
 
-def _sum_of(terms: list[str], options: dict[str, Any]) -> Scheme:
+def _sum_of(terms: list[str], options: dict[str, object]) -> Scheme:
     """Return the sum of the schemes that each of `terms` writes."""
     if options:
         raise OptionError(
@@ -402,7 +405,7 @@ def names_one_scheme(scheme: Mapping[Any, Any]) -> bool:
     return "name" in scheme or isinstance(scheme.get("rope_type", scheme.get("type")), str)
 
 
-def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _from_dict(scheme: dict[str, Any], options: dict[str, object]) -> tuple[str, dict[str, object]]:
     """Return the name in `scheme`, and its fields joined with `options`."""
     if "name" not in scheme and names_one_scheme(scheme):
         scheme = _from_rope_parameters(scheme)
@@ -413,7 +416,7 @@ def _from_dict(scheme: dict[str, Any], options: dict[str, Any]) -> tuple[str, di
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
 
 
-def _from_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+def _from_rope_parameters(parameters: dict[str, object]) -> dict[str, object]:
     """Return the dict of the scheme that transformers computes from these `rope_parameters`."""
     rope_type = str(parameters.get("rope_type", parameters.get("type")))
     name = _ROPE_TYPES.get(rope_type)
@@ -436,14 +439,14 @@ def registered_name(text: str) -> str:
     return f"{matches[0]}{colon}{fields}" if len(matches) == 1 else text
 
 
-def _did_you_mean(scheme: dict[str, Any]) -> str:
+def _did_you_mean(scheme: dict[str, object]) -> str:
     """Return a hint with the correct spelling of the scheme that a dict such as {"yarn": {"factor": 4}} means."""
     named = next((key for key in scheme if key in SCHEMES), None)
     right = respelled(repr(scheme), known_schemes()) or named
     return "" if right is None else f" Did you mean {right!r}?"
 
 
-def _from_text(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _from_text(text: str, options: dict[str, object]) -> tuple[str, dict[str, object]]:
     """Return the name in `text`, and its fields joined with `options`."""
     parsed = scheme_and_fields(text, known_schemes())
     if parsed is None:
@@ -452,7 +455,7 @@ def _from_text(text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]
     return name, _joined(name, "a text", fields, options)
 
 
-def _joined(name: str, source: str, fields: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _joined(name: str, source: str, fields: dict[str, object], options: dict[str, object]) -> dict[str, object]:
     twice = sorted(set(fields) & set(options))
     if twice:
         raise OptionError(f"options {twice} were given twice, here and in {source} of scheme {name!r}: give them once.")

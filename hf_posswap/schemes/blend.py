@@ -59,7 +59,7 @@ class Blend(Scheme):
             checks.choice(self.name, "old", self.old, ("table", "rotary"))
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         return {"new": Alibi(), "weight": 0.5}
 
     @property

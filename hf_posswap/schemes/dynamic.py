@@ -208,7 +208,7 @@ class NTK(StretchedBase):
         dim = self.rotary_dim(geometry)
         return default_inv_freq(self.stretched(self.growth(None), dim), dim, dtype)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any]:
+    def native_rope(self, geometry: Geometry) -> dict[str, object]:
         base = self.stretched(self.growth(None), self.rotary_dim(geometry))
         return {"rope_type": "default", "rope_theta": base}
 
@@ -285,7 +285,7 @@ class Dynamic(DynamicRope, StretchedBase):
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=length.device).to(dtype) / dim  # [R/2]
         return 1.0 / self.stretched(growth, dim) ** exponents  # [..., R/2]
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         if self.follow == "query":
             return None
         if self.pin is not None:
@@ -346,7 +346,7 @@ class LongRope(DynamicRope):
         checks.whole(self.name, "original_positions", self.original_positions, minimum=0, maximum=MOST_POSITIONS)
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         pairs = (geometry.rotary_dim or geometry.head_dim) // 2
         return super().stand_ins(geometry) | {"long_factor": [1.0 + 0.5 * pair for pair in range(pairs)]}
 
@@ -415,7 +415,7 @@ class LongRope(DynamicRope):
         early = (positions < self.original_positions)[:, None, :, None]  # [B or 1, 1, Q, 1]
         return CosSin(torch.where(early, kept.cos, divided.cos), torch.where(early, kept.sin, divided.sin))
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         if self.original_positions or self.follow == "query":
             return None
         if self.pin is not None:

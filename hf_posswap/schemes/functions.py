@@ -169,7 +169,7 @@ class _FunctionScheme(Scheme):
     function: ClassVar[Function]
     argument_names: ClassVar[tuple[str, ...]]
     """The positional parameters of the function."""
-    field_types: ClassVar[dict[str, Any]]
+    field_types: ClassVar[dict[str, object]]
     """The fields that come from the function, and their types."""
     declared_traits: ClassVar[Traits]
 
@@ -182,7 +182,7 @@ class _FunctionScheme(Scheme):
         """What the decorator was told."""
         return self.declared_traits
 
-    def value(self, geometry: Geometry, shape: tuple[int, ...], dtype: torch.dtype, **given: Any) -> Tensor:
+    def value(self, geometry: Geometry, shape: tuple[int, ...], dtype: torch.dtype, **given: object) -> Tensor:
         """Return what the function gives for what it names of `given`, expanded to `shape`.
 
         Raises:
@@ -208,7 +208,7 @@ class _FunctionScheme(Scheme):
                 f"{list(shape)}."
             ) from None
 
-    def _tensor(self, result: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _tensor(self, result: object, device: torch.device, dtype: torch.dtype) -> Tensor:
         try:
             tensor = torch.as_tensor(result, device=device)
         except (RuntimeError, TypeError, ValueError):
@@ -337,7 +337,7 @@ def _scheme_class_of(
     return registry.add(name, cls)
 
 
-def _check_name(name: Any, function: Function) -> None:
+def _check_name(name: object, function: Function) -> None:
     """Refuse a name that commands could not write, or that is another scheme's in any spelling.
 
     A function that is defined anew, in a cell of a notebook or by a reload of its module, decorator its own place.
@@ -370,7 +370,7 @@ def _is_redefinition(registered: type, function: Function) -> bool:
     return (registered.__module__, registered.__qualname__) == (function.__module__, function.__qualname__)
 
 
-def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
+def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ...], dict[str, tuple[object, object]]]:
     """Return the positional parameters of a function, and type and default of its keyword-only ones."""
     decorator, argument_names, fields = base.decorator, [], {}
     hints = _hints(name, function)
@@ -401,7 +401,7 @@ def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ..
     return tuple(argument_names), fields
 
 
-def _hints(name: str, function: Function) -> dict[str, Any]:
+def _hints(name: str, function: Function) -> dict[str, object]:
     """Return the types of the keyword-only parameters of a function, by name."""
     fields = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
     annotations = {name: text for name, text in function.__annotations__.items() if name in fields}
@@ -411,7 +411,7 @@ def _hints(name: str, function: Function) -> dict[str, Any]:
         raise SchemeError(f"{name}: the types of the fields of {function.__name__} cannot be read: {error}.") from error
 
 
-def _checked(owner: str, field: str, field_type: Any, value: Any) -> Any:
+def _checked(owner: str, field: str, field_type: object, value: object) -> object:
     if field_type is float:
         return checks.number(owner, field, value)
     if field_type is int:

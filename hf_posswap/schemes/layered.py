@@ -127,7 +127,7 @@ class PerLayer(Layered):
             object.__setattr__(self, "default", inside(self.name, "default", self.default))
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         return {"layers": {0: NoPE()}, "default": Rope()}
 
     def parts(self) -> tuple[Scheme, ...]:
@@ -235,11 +235,11 @@ class RNoPE(Layered):
         return dataclasses.replace(self, rotary=rotary, original_length=original)
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         return {} if geometry.num_layers >= 4 else {"layers": [geometry.num_layers - 1]}
 
 
-def _layer(owner: str, value: Any) -> int:
+def _layer(owner: str, value: object) -> int:
     """Return `value` as a layer; JSON writes them as text."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)

@@ -17,11 +17,11 @@ from hf_posswap.kernels.merge import Region
 from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.common.piece import Keys, Piece
 
-_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_OWNERS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def number(owner: Any) -> Tensor:
+def number(owner: object) -> Tensor:
     """Return a tensor [] by which `numbered` finds `owner` while it is alive; a copy of it needs its own number.
 
     Example:
@@ -92,7 +92,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self._number = number(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Take what was copied or pickled."""
         super().__setstate__(state)
         self._number = number(self)
@@ -149,7 +149,7 @@ class Mechanism(nn.Module):
         """Return what multiplies the queries at [B or 1, Q]: [B or 1, Q] or, by head, [B or 1, H, Q]; float32."""
         raise NotImplementedError
 
-    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Any, window: int | None) -> None:
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Tensor, window: int | None) -> None:
         """Observe the inputs of the scores before a bias is added: scaling q k; None scales by 1/sqrt(D).
 
         Args:

@@ -134,7 +134,7 @@ class PRope(RotaryScheme):
     def mechanism(self, geometry: Geometry) -> RotaryMechanism:
         return HeadwiseMechanism(self, geometry) if self.by_head else super().mechanism(geometry)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         (chosen, *others) = self.turning(geometry)
         if others or self.by_head or chosen != tuple(range(len(chosen))):
             return None

@@ -272,7 +272,7 @@ class SelfExtend(Windowed):
             checks.whole(self.name, "group", self.group, minimum=2, maximum=2**31)
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         return {"group": 3}
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
@@ -396,7 +396,7 @@ class LeakyReRope(Rectified):
             object.__setattr__(self, "slowdown", checked)
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         return {"slowdown": 3.0}
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:

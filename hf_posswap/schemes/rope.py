@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -128,11 +128,11 @@ class RotaryScheme(Scheme):
         """Return cos and sin of `angles` at `positions` [B or 1, Q]."""
         return cos_sin(positions, angles)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         """Return the `rope_parameters` with which stock transformers computes the same; None where it cannot."""
         return None
 
-    def native_list(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_list(self, geometry: Geometry) -> dict[str, object] | None:
         """Return the `rope_parameters` that list fixed angles pair by pair; None if a pair does not turn.
 
         Rope type "longrope" divides each theta_i by its own factor. With the same factors within the original length
@@ -249,7 +249,7 @@ class Rope(RotaryScheme):
             return torch.tensor(self.frequencies, dtype=dtype, device="cpu")
         return default_inv_freq(self.filled("base"), self.rotary_dim(geometry), dtype)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         if self.frequencies is not None:
             return self.native_list(geometry)
         return {"rope_type": "default", "rope_theta": self.filled("base")}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class ScaledRotary(RotaryScheme):
             checks.length(self.name, "original_length", self.original_length)
 
     @classmethod
-    def stand_ins(cls, geometry: Geometry) -> dict[str, Any]:
+    def stand_ins(cls, geometry: Geometry) -> dict[str, object]:
         return {"factor": 2.0}
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
@@ -101,7 +101,7 @@ class Linear(ScaledRotary):
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         return self.plain(geometry, dtype) / self.filled("factor")
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any]:
+    def native_rope(self, geometry: Geometry) -> dict[str, object]:
         return {"rope_type": "linear", "rope_theta": self.filled("base"), "factor": self.filled("factor")}
 
 
@@ -142,7 +142,7 @@ class Llama3(ScaledRotary):
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return (1 - kept) * plain / self.filled("factor") + kept * plain
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any]:
+    def native_rope(self, geometry: Geometry) -> dict[str, object]:
         return {
             "rope_type": "llama3",
             "rope_theta": self.filled("base"),
@@ -241,7 +241,7 @@ class NTKByParts(ScaledRotary):
             return plain / (ramp * factor + (1 - ramp))
         return ramp * plain / factor + (1 - ramp) * plain
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         if self.ramp != "index" or self.mix != "frequencies":
             return self.native_list(geometry)
         return {
@@ -306,7 +306,7 @@ class Yarn(NTKByParts):
     def attention_scaling(self, geometry: Geometry) -> float:
         return self.filled("attention_factor")
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         # attention_factor is written out too: some loaders drop mscale, and DeepSeek reads mscale_all_dim twice
         native = super().native_rope(geometry)
         if native is not None and native["rope_type"] == "yarn":
@@ -351,7 +351,7 @@ class Resonance(RotaryScheme):
         plain = default_inv_freq(self.filled("base"), self.rotary_dim(geometry), torch.float64)
         return resonant(plain).to(dtype)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         return self.native_list(geometry)
 
 
@@ -376,5 +376,5 @@ class ResonanceYarn(Yarn):
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         return resonant(super().theta(geometry, length, torch.float64)).to(dtype)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, Any] | None:
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         return self.native_list(geometry)

@@ -75,7 +75,7 @@ _MOST_GROWTH = 3.0
 S = TypeVar("S", bound=Any)
 
 
-def checked_scale(owner: str, scale: Any) -> float | Literal["match"]:
+def checked_scale(owner: str, scale: object) -> float | Literal["match"]:
     """Return `scale` if it is "match" or a number above 0.
 
     Raises:

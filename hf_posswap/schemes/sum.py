@@ -331,7 +331,7 @@ class Together(Scheme):
         assert isinstance(self.table, TableScheme)
         return self.table
 
-    def with_table(self, table: Any) -> Self:
+    def with_table(self, table: Scheme) -> Self:
         return dataclasses.replace(self, table=table)
 
     @property

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ _OWNER = "fit_bias"
 
 @alone()
 def fit_bias(
-    model: PreTrainedModel, scheme: Scheme | str | dict[str, Any], tokens: Any, *, progress: bool | None = None
+    model: PreTrainedModel, scheme: Scheme | str | dict[str, object], tokens: Any, *, progress: bool | None = None
 ) -> PerLayer:
     """Return `scheme` with the bias per layer and head that best approximates the effect of the position table.
 
@@ -128,7 +129,7 @@ def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
     return weights
 
 
-def _checked_scheme(scheme: Any) -> LinearBias:
+def _checked_scheme(scheme: Scheme | str | Mapping[str, object]) -> LinearBias:
     bias_scheme = make_scheme(scheme)
     if not isinstance(bias_scheme, LinearBias):
         raise SchemeError(f"{_OWNER}: scheme must be alibi or t5, whose bias can be fitted, got {bias_scheme}.")

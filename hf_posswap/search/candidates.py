@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.schemes import NTK, Linear, LongRope, RotaryScheme, ScaledRotary, Yarn
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.scaled import MOST
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_posswap.schemes.base import Scheme
 
 STEPS = 100
 """Grid steps per unit: divisors are whole hundredths."""
@@ -177,7 +182,7 @@ class SearchSettings:
         return self.population + 2 * self.children * self.iterations
 
 
-def searched_geometry(model: Any, factor: float) -> Geometry:
+def searched_geometry(model: PreTrainedModel, factor: float) -> Geometry:
     """Return the geometry of `model`, whose rotary angles can be searched for `factor` times its length.
 
     Raises:
@@ -200,7 +205,9 @@ def searched_geometry(model: Any, factor: float) -> Geometry:
     return plan.sites.geometry
 
 
-def searched_positions(model: Any, factor: float, geometry: Geometry, given: Sequence[int] | None) -> tuple[int, ...]:
+def searched_positions(
+    model: PreTrainedModel, factor: float, geometry: Geometry, given: Sequence[int] | None
+) -> tuple[int, ...]:
     """Return the values of n-hat to try, ascending: `given`, or those of the paper below the original length.
 
     Raises:
@@ -240,6 +247,6 @@ def target_length(factor: float, geometry: Geometry) -> int:
     return length
 
 
-def _stretched(scheme: Any, geometry: Geometry, positions: int) -> Any:
+def _stretched(scheme: Any, geometry: Geometry, positions: int) -> Scheme:
     candidate = as_candidate(scheme, geometry)
     return dataclasses.replace(candidate, original_positions=positions).scheme(scheme.factor, geometry)

@@ -56,7 +56,7 @@ class Progress:
     evaluations: list[int] = field(default_factory=list)
 
 
-def save_progress(path: Path, identity: dict[str, Any], progress: Progress) -> None:
+def save_progress(path: Path, identity: dict[str, object], progress: Progress) -> None:
     """Write `progress` of the search `identity` to `path` atomically.
 
     Raises:
@@ -68,7 +68,7 @@ def save_progress(path: Path, identity: dict[str, Any], progress: Progress) -> N
     write_text(path, json.dumps({"format": FORMAT, "search": identity, "progress": data}, allow_nan=False) + "\n")
 
 
-def load_progress(path: Path, identity: dict[str, Any]) -> Progress:
+def load_progress(path: Path, identity: dict[str, object]) -> Progress:
     """Return the progress in `path`, or that of a new search if there is no such file.
 
     Raises:

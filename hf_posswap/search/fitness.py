@@ -140,7 +140,7 @@ def token_rows(rows: Any, name: str = "tokens") -> list[np.ndarray]:
     return arrays
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 

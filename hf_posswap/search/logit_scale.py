@@ -53,7 +53,7 @@ class LogitScaleFit(ResultView):
             f"{self.length} tokens, {self.losses[0.0]:.4f} without"
         )
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         loss, without = self.losses[self.logit_scale], self.losses[0.0]
         return {"logit_scale": self.logit_scale, "loss": loss, "loss_without": without, "length": self.length}
 

@@ -85,7 +85,7 @@ class LongRopeSearch(ResultView):
             f"documents of {self.length} tokens"
         )
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {
             "perplexity": self.perplexity,
             "factor": self.scheme.factor,
@@ -120,7 +120,7 @@ class Session:
         path: file of the state; None: it is not saved.
     """
 
-    model: Any
+    model: PreTrainedModel
     documents: np.ndarray
     geometry: Geometry
     settings: SearchSettings

@@ -118,7 +118,7 @@ class _Layer(RotaryMechanism):
         return super().rotate_key(key, prepared)
 
 
-def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
+def rank_pairs(model: PreTrainedModel, tokens: Tensor | None = None) -> Tensor:
     """Return the weight of each rotary pair in the scores of each key head, ||q_i|| ||k_i||, for each layer.
 
     With `tokens` these are the mean norms of the model's queries and keys on them (their product is the mean over all
@@ -165,7 +165,9 @@ def rank_pairs(model: PreTrainedModel, tokens: Any = None) -> Tensor:
     return _by_key_head(query, key)
 
 
-def select_pairs(model: PreTrainedModel, share: float, tokens: Any = None, *, by_head: bool = True) -> dict[int, PRope]:
+def select_pairs(
+    model: PreTrainedModel, share: float, tokens: Tensor | None = None, *, by_head: bool = True
+) -> dict[int, PRope]:
     """Return, for each layer, the p-RoPE that keeps the `share` of rotary pairs with the largest 2-norms.
 
     `patch_model(model, select_pairs(model, 0.25, tokens))` puts it in.
@@ -203,7 +205,7 @@ def select_pairs(model: PreTrainedModel, share: float, tokens: Any = None, *, by
     return {layer: PRope(select=select) for layer, select in enumerate(chosen)}
 
 
-def _checked_sites(model: Any) -> Sites:
+def _checked_sites(model: PreTrainedModel) -> Sites:
     plan = plan_swap(model, PRope(select=(0,)), site="attention")
     if not plan.sites.rotary:
         raise UnsupportedSwapError(f"{type(model).__name__} has a position table and no rotary pairs to rank.")
@@ -218,7 +220,7 @@ def _checked_sites(model: Any) -> Sites:
     return plan.sites
 
 
-def _weight_norms(model: Any, sites: Sites) -> Tensor:
+def _weight_norms(model: PreTrainedModel, sites: Sites) -> Tensor:
     """Return the product of the norms of each pair's query and key rows, [layers, G, R/2]."""
     norms = []
     for path in sites.attention:

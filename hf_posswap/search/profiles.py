@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.search.fitness import evaluating, token_rows
 from hf_posswap.text.tokens import check_token_ids
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 BESIDE_TABLE = Learned() + Alibi()
 """A swap that keeps the table active and gives access to the scores."""
 NEGLIGIBLE = 1e-10
@@ -35,7 +38,7 @@ _EVEN = 0.05
 """Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
 
 
-def check_table(model: Any, scheme: Scheme, owner: str, *, runs: bool = True) -> Sites:
+def check_table(model: PreTrainedModel, scheme: Scheme, owner: str, *, runs: bool = True) -> Sites:
     """Return the sites of `model`, which has a learned position table and nothing else, and can be swapped to `scheme`.
 
     Args:
@@ -77,7 +80,7 @@ def shared_layers(name: str) -> str:
     )
 
 
-def check_rows(tokens: Any, model: Any, sites: Sites) -> list[np.ndarray]:
+def check_rows(tokens: Tensor | None, model: PreTrainedModel, sites: Sites) -> list[np.ndarray]:
     """Return `tokens` as rows of token ids within the table of `model`.
 
     Raises:
@@ -107,7 +110,12 @@ def distances_of(geometry: Geometry, longest: int) -> Tensor:
 
 
 def score_profiles(
-    model: Any, scheme: Scheme, geometry: Geometry, rows: Sequence[np.ndarray], watched: Sequence[int], biases: Any
+    model: PreTrainedModel,
+    scheme: Scheme,
+    geometry: Geometry,
+    rows: Sequence[np.ndarray],
+    watched: Sequence[int],
+    biases: Any,
 ) -> dict[int, Tensor]:
     """Return for each of the `watched` layers the sums by distance of its scores, centred for each query.
 
@@ -135,7 +143,7 @@ def score_profiles(
 
 
 def read_watched(
-    model: Any, others: Mechanism, inside: dict[int, Any], geometry: Geometry, rows: Sequence[np.ndarray]
+    model: Any, others: Mechanism, inside: dict[int, Mechanism], geometry: Geometry, rows: Sequence[np.ndarray]
 ) -> None:
     """Run the swapped `model` on each of `rows` from its start, with other mechanisms inside its attention.
 
@@ -224,7 +232,7 @@ class LayerWatch(Mechanism):
         self.causal = causal
         self.reach: tuple[int, int] | None = None
 
-    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Any, window: int | None) -> None:
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: object, window: int | None) -> None:
         self.runs += 1
         length = query.shape[2]
         least, most = _band(length, mask, window, causal=self.causal)
@@ -242,7 +250,7 @@ class LayerWatch(Mechanism):
         return (distances >= self.reach[0]) & (distances <= self.reach[1])
 
 
-def _band(length: int, mask: Any, window: int | None, *, causal: bool) -> tuple[int, int]:
+def _band(length: int, mask: object, window: int | None, *, causal: bool) -> tuple[int, int]:
     """Return the minimum and maximum distance at which a query of a text of `length` tokens sees a key.
 
     Raises:
@@ -309,7 +317,7 @@ class TableWatch(ProfileWatch):
         self.attention[head, near] += sums_at(index, paid[seen], int(near.sum())).cpu()
 
 
-def watch_table(base: Any, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[TableWatch]:
+def watch_table(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[TableWatch]:
     """Run the unswapped model `base` with its table on `rows`, and return the record of each layer."""
     watches = [TableWatch(geometry, max(map(len, rows))) for _ in range(geometry.num_layers)]
     with patched(base, BESIDE_TABLE):

@@ -37,6 +37,8 @@ from hf_posswap.utils.result_views import ResultView
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_posswap.schemes.base import Scheme
+
 _OWNER = "fit_rotation"
 _BEYOND = 0.2
 """Total weight of all distances beyond the table; those within it have weight 1."""
@@ -63,7 +65,7 @@ class RotationFit(ResultView):
     explained: tuple[tuple[float, ...], ...]
     dropped: tuple[tuple[float, ...], ...]
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         explained, dropped = (np.asarray(values) for values in (self.explained, self.dropped))
         return {
             "layers": len(self.explained),
@@ -187,7 +189,7 @@ def check_rotation(model: PreTrainedModel, scheme: RotaryScheme) -> None:
     _pairs(model, check_table(unwrap(model), scheme, _OWNER, runs=False))
 
 
-def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
+def _pairs(model: PreTrainedModel, sites: Sites) -> list[tuple[Projection, Projection]]:
     """Return the projections of queries and keys in each layer."""
     geometry = sites.geometry
     if geometry.num_kv_heads != geometry.num_heads:
@@ -208,7 +210,7 @@ def _pairs(model: Any, sites: Sites) -> list[tuple[Projection, Projection]]:
     return pairs
 
 
-def _checked_scheme(model: Any) -> RotaryScheme:
+def _checked_scheme(model: PreTrainedModel) -> RotaryScheme:
     patch = getattr(model, "_posswap", None)
     if patch is None or not patch.can_undo:
         reason = "carries no swap" if patch is None else "was loaded with its swap, so the table's effect is unknown"
@@ -221,7 +223,7 @@ def _checked_scheme(model: Any) -> RotaryScheme:
     return _check_angles(patch.plan.scheme, patch.plan.named)
 
 
-def _check_angles(scheme: Any, named: str) -> RotaryScheme:
+def _check_angles(scheme: Scheme, named: str) -> RotaryScheme:
     if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed:
         raise SchemeError(
             f"{_OWNER} fits schemes that rotate by fixed angles, such as rope:partial=0.5, and this is "

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,12 @@ from hf_posswap.compat.transformers_calls import keys_of_call, tokens_before
 from hf_posswap.selfcheck.trial import KINDS, RESTS_ON, FamilyKind, Trial, touch_of, words_of
 from hf_posswap.utils.result_views import ResultView
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 NAME = "posswap_selfcheck"
 """Name of an observing attention function, which stays registered with transformers until the process ends."""
-ROPE_TYPES: dict[str, dict[str, Any]] = {
+ROPE_TYPES: dict[str, dict[str, object]] = {
     "linear": {"factor": 2.0},
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 32},
     "llama3": {
@@ -56,9 +59,11 @@ def attention_interface() -> str | None:
     """A registered attention function runs, with its own mask and the layer's q, k and v."""
     from hf_posswap.testing.tiny import tiny_model
 
-    seen: list[tuple[Any, ...]] = []
+    seen: list[tuple[object, ...]] = []
 
-    def watching(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
+    def watching(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: object
+    ) -> tuple[Tensor, Tensor | None]:
         seen.append((query.shape, key.shape, value.shape, None if attention_mask is None else attention_mask.shape))
         return query.transpose(1, 2), None
 
@@ -105,7 +110,7 @@ def rope_settings() -> str | None:
     return None if first == 0.25 else f"a linear factor of 4 makes the first angle {first:g}, not 0.25"
 
 
-def _llama(**changes: Any) -> Any:
+def _llama(**changes: object) -> Any:
     from transformers import LlamaConfig
 
     from hf_posswap.testing.tiny import tiny_config
@@ -198,7 +203,7 @@ class Report(ResultView):
     checks: tuple[Check, ...]
     seconds: float
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         seconds = round(self.seconds, 1)
         return {"ok": self.ok, "checks": len(self.checks), "failed": len(self.failed), "seconds": seconds}
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import PosswapError
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.utils.atomic_io import scratch_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH = 12
 """Tokens of the texts that the models read."""
@@ -119,7 +122,7 @@ class Trial:
         return same(gap(logits(self.model), self.before), "the logits before the swap and after unpatch_model", 0.0)
 
 
-def _model(name: str) -> Any:
+def _model(name: str) -> PreTrainedModel:
     import transformers
 
     images = name.endswith("ImageClassification")
@@ -127,7 +130,7 @@ def _model(name: str) -> Any:
     return tiny_model(getattr(transformers, name), meta=False, **size)
 
 
-def inputs_of(model: Any) -> dict[str, Tensor]:
+def inputs_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return random inputs for `model`: two images, or two texts of `LENGTH` tokens, and two for any decoder."""
     config = model.config
     with PrivateRandomness(0):
@@ -139,13 +142,13 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def logits(model: Any) -> Tensor:
+def logits(model: PreTrainedModel) -> Tensor:
     """Return the logits of `model` for its inputs."""
     return model.eval()(**inputs_of(model)).logits
 
 
 @torch.no_grad()
-def stepwise(model: Any) -> Tensor:
+def stepwise(model: PreTrainedModel) -> Tensor:
     """Return the logits of the same inputs, read in three chunks with a cache: the last two tokens one by one."""
     inputs, cache, chunks = inputs_of(model), None, []
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"

@@ -155,7 +155,7 @@ def language_models() -> dict[str, tuple[str, ...]]:
     return {name: tuple(types) for name, types in types_by_class.items()}
 
 
-def tiny_config(cls: type, **changes: Any) -> PreTrainedConfig:
+def tiny_config(cls: type, **changes: object) -> PreTrainedConfig:
     """Return a shrunk config of the config class `cls`, including its nested configs.
 
     Args:
@@ -191,7 +191,9 @@ def _all_layer_types(config: PreTrainedConfig) -> dict[str, list[str]]:
     return {"layer_types": [rotating[i % len(rotating)] for i in range(len(types))]}
 
 
-def tiny_model(kind: str | type[PreTrainedModel], *, meta: bool = True, seed: int = 0, **changes: Any) -> Any:
+def tiny_model(
+    kind: str | type[PreTrainedModel], *, meta: bool = True, seed: int = 0, **changes: object
+) -> PreTrainedModel:
     """Return a tiny model of a class, or of the first known class of a model type, in eval mode.
 
     Args:

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.torch_modules import parameters_as_given
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.testing.tiny import OWN, SMALL, TINY_LENGTH, TINY_VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "d_embed")
 """Widths of embeddings, which some classes project if they differ from the hidden size."""
@@ -35,7 +38,7 @@ _MAX_LAYER_KINDS = 6
 _ON_CPU = ("eager", "sdpa")
 
 
-def twin_config(config: Any, *, all_layers: bool = False) -> Any:
+def twin_config(config: PreTrainedConfig, *, all_layers: bool = False) -> PreTrainedConfig:
     """Return a copy of `config` with reduced sizes that includes each kind of layer.
 
     Args:
@@ -60,13 +63,13 @@ def twin_config(config: Any, *, all_layers: bool = False) -> Any:
     return twin
 
 
-def _nested_configs(config: Any) -> list[Any]:
+def _nested_configs(config: Any) -> list[PreTrainedConfig]:
     """Return `config` and its nested configs, innermost first."""
     inner = [value for value in vars(config).values() if dataclasses.is_dataclass(value) and hasattr(value, "to_dict")]
     return [nested for value in inner for nested in _nested_configs(value)] + [config]
 
 
-def _cut(config: Any, all_layers: bool) -> None:
+def _cut(config: PreTrainedConfig, all_layers: bool) -> None:
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     overrides = OWN.get(getattr(config, "model_type", ""), {})
     overrides = {name: value for name, value in overrides.items() if _is_size(value)}  # others are no sizes
@@ -98,15 +101,15 @@ def _cut(config: Any, all_layers: bool) -> None:
         setattr(config, name, value)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool) and value > 0) or _are_sizes(value)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _first(values: dict[str, Any], name: str, config: Any) -> int:
+def _first(values: dict[str, Any], name: str, config: PreTrainedConfig) -> int:
     value = values.get(name, getattr(config, name, None))
     return value if isinstance(value, int) else 0
 
@@ -116,7 +119,7 @@ def _key_heads(number: int, heads: int, small: int | None) -> int:
     return 4 if number == heads else 1 if number == 1 else small or 2
 
 
-def _cut_ids(value: Any) -> Any:
+def _cut_ids(value: object) -> object:
     if isinstance(value, list):
         return [_cut_ids(item) for item in value]
     return 3 if type(value) is int and value >= TINY_VOCABULARY else value
@@ -137,7 +140,7 @@ def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int
     return widths | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
 
 
-def _cut_layers(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _cut_layers(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Return the depths, and the per-layer lists, of the fewest layers that include each kind."""
     depth = _first(values, "num_hidden_layers", config)
     listed = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth > 1}
@@ -223,7 +226,7 @@ def _in_one_thread() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def build_twin(build: Callable[[], Any], seed: int = 0) -> Any:
+def build_twin(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
     """Return the model of `build` on the CPU in float32, with random weights large enough for every effect to show.
 
     The random state of the caller and of other threads is not changed.

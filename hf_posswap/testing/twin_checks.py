@@ -292,7 +292,7 @@ class TwinChecks:
             given["position_ids"] = self._ids_at((mask.cumsum(1) - 1).clamp(min=0))
         return given
 
-    def _run(self, given: dict[str, Any], gradients: bool = False) -> tuple[Tensor, Any]:
+    def _run(self, given: dict[str, Any], gradients: bool = False) -> tuple[Tensor, object]:
         """Return logits, or the last states [B, Q, E] where there are none for each token, and the cache."""
         entry, length = self.model, None
         if not self.images:

@@ -51,7 +51,7 @@ class Chat(Document):
         return "completion" in self.row
 
 
-def row_document(row: Any, name: str, column: str, *, chats: bool) -> Document | None:
+def row_document(row: object, name: str, column: str, *, chats: bool) -> Document | None:
     """Return one row, a string or a dict, as a document; None: it has no text.
 
     Args:
@@ -86,7 +86,7 @@ def row_document(row: Any, name: str, column: str, *, chats: bool) -> Document |
     return Chat(name, json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str), fields)
 
 
-def no_text(row: Any, name: str, column: str, *, chats: bool) -> DataError:
+def no_text(row: object, name: str, column: str, *, chats: bool) -> DataError:
     """Return the error for a row that has no text under `column` and, with `chats`, is no chat."""
     content = f"columns {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
     elsewhere = "data.sources.0.column in a recipe" if chats else "column in Python"
@@ -98,7 +98,7 @@ def no_text(row: Any, name: str, column: str, *, chats: bool) -> DataError:
     return DataError(f"{name} has no text under {column!r}, it has {content}: {advice}.")
 
 
-def _checked(value: Any, key: str, name: str, *, text: bool) -> Any:
+def _checked(value: object, key: str, name: str, *, text: bool) -> Any:
     """Return text, or messages without the fields that a table fills with None."""
     if text and isinstance(value, str):
         return value
@@ -115,7 +115,7 @@ def _checked(value: Any, key: str, name: str, *, text: bool) -> Any:
     return messages
 
 
-def _parse_tools(tools: str, name: str) -> Any:
+def _parse_tools(tools: str, name: str) -> object:
     try:
         return json.loads(tools)
     except ValueError as error:

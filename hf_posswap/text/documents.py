@@ -74,14 +74,14 @@ def _splits_in(folder: Path) -> list[str]:
     return splits
 
 
-def _is_split(folder: Path, name: Any) -> bool:
+def _is_split(folder: Path, name: object) -> bool:
     """Return whether `name`, from a file, is that of a folder in `folder`, and not of one elsewhere."""
     return (
         isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and (folder / name).is_dir()
     )
 
 
-def saved_rows(folder: Path) -> Iterator[dict[str, Any]]:
+def saved_rows(folder: Path) -> Iterator[dict[str, object]]:
     """Yield the rows of the saved data set in `folder`, in order; they stay on disk.
 
     Raises:
@@ -180,7 +180,7 @@ def hub_documents(
         ) from error
 
 
-def _rows(source: HubText, splits: tuple[str, ...], streaming: bool) -> Iterator[dict[str, Any]]:
+def _rows(source: HubText, splits: tuple[str, ...], streaming: bool) -> Iterator[dict[str, object]]:
     from datasets import load_dataset
 
     if source.split is not None:
@@ -250,7 +250,7 @@ def file_documents(path: Path, column: str, *, chats: bool = False) -> Iterator[
         raise DataError(f"{path} is empty: there is no document in it.")
 
 
-def row_documents(rows: Iterable[Any], name: str, column: str, *, chats: bool = False) -> Iterator[Document]:
+def row_documents(rows: Iterable[object], name: str, column: str, *, chats: bool = False) -> Iterator[Document]:
     """Yield each of `rows`, strings or dicts with a text column, as a document named `name` and its number.
 
     With `chats`, a row without text may be a `Chat`: messages, or prompt and completion.
@@ -284,7 +284,7 @@ def _of_file(path: Path, column: str, chats: bool) -> Iterator[Document]:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def _json_lines(path: Path) -> Iterator[object]:
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -296,7 +296,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: Path) -> Iterable[object]:
     try:
         from datasets import load_dataset
     except ImportError as error:

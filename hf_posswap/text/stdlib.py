@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hf_posswap.errors import DataError
 from hf_posswap.utils.result_views import ResultView
@@ -33,7 +32,7 @@ class Document(ResultView):
     name: str
     text: str
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"name": self.name, "text": self.text, "characters": len(self.text)}
 
 
@@ -49,7 +48,7 @@ class Corpus(ResultView):
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"train": len(self.train), "held_out": len(self.held_out), "digest": self.digest[:16]}
 
     def _html_rows(self) -> list[tuple[str, str]]:

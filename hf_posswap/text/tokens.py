@@ -24,7 +24,7 @@ _CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
 
 
 def load_tokenizer(
-    source: str | Path, *, instead: str, trust_remote_code: bool = False, **hub: Any
+    source: str | Path, *, instead: str, trust_remote_code: bool = False, **hub: object
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or Hub id, which can read text.
 

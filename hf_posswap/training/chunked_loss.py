@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from torch.nn import functional
 
 from hf_posswap.errors import DataError, OptionError, UnsupportedModelError
 from hf_posswap.training.head import BodyAndHead, inner_model, run_body_and_head, without_cache
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 IGNORED = -100
 ChunkLoss = Callable[[Tensor, slice], Tensor]
@@ -24,7 +28,9 @@ _PARAMETERS = 24  # whose gradients are compared
 _LARGEST = 1 << 27  # elements of one of them
 
 
-def causal_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Tensor | int | None = None) -> Tensor:
+def causal_loss(
+    model: nn.Module, inputs: dict[str, Any], *, chunk: int, num_items: Tensor | int | None = None
+) -> Tensor:
     """Return the next-token loss of a causal model, a scalar with a gradient, equal to `model(**inputs).loss`.
 
     The body runs once. The head then runs on `chunk` tokens at a time and computes their gradients directly, as in
@@ -57,7 +63,9 @@ def causal_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Te
     return _loss(model, inputs, targets, chunk, num_items)
 
 
-def masked_loss(model: Any, inputs: dict[str, Any], *, chunk: int, num_items: Tensor | int | None = None) -> Tensor:
+def masked_loss(
+    model: PreTrainedModel, inputs: dict[str, object], *, chunk: int, num_items: Tensor | int | None = None
+) -> Tensor:
     """Return the loss of a masked language model, as `causal_loss` but without shifting the labels.
 
     The head runs only on the masked tokens.
@@ -81,7 +89,9 @@ def _labels(inputs: dict[str, Any]) -> Tensor:
     return labels
 
 
-def _loss(model: Any, inputs: dict[str, Any], targets: Tensor, chunk: int, num_items: Tensor | int | None) -> Tensor:
+def _loss(
+    model: nn.Module, inputs: dict[str, Any], targets: Tensor, chunk: int, num_items: Tensor | int | None
+) -> Tensor:
     model_inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     counted = targets.flatten() != IGNORED  # [B * L]
     chosen_targets = targets.flatten()[counted]  # [N]
@@ -197,7 +207,7 @@ class _SumInChunks(torch.autograd.Function):
         return None, scaled, None, *((g * outer[0]).to(dtype) for g, dtype in zip(saved, ctx.dtypes, strict=True))
 
 
-def chunking_problem(model: Any, inputs: dict[str, Any], *, chunk: int, causal: bool) -> str | None:
+def chunking_problem(model: PreTrainedModel, inputs: dict[str, Any], *, chunk: int, causal: bool) -> str | None:
     """Return how the chunked loss differs from this model's own loss, or None if loss and gradients are equal.
 
     Runs both on a few tokens of `inputs`, without dropout and without touching stored gradients: once, before a run.
@@ -276,7 +286,7 @@ def _few_tokens(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return batch
 
 
-def _some_parameters(model: Any) -> dict[str, Tensor]:
+def _some_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return up to 24 trained parameters, half from the start and half from the end, so that the head is included."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() <= _LARGEST}
     names = list(trained)
@@ -285,5 +295,5 @@ def _some_parameters(model: Any) -> dict[str, Tensor]:
     return {name: trained[name] for name in chosen}
 
 
-def _tolerance(inner: Any) -> float:
+def _tolerance(inner: PreTrainedModel) -> float:
     return 1e-4 if inner.dtype == torch.float32 else 1e-2

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ from hf_posswap.training.head import (
     sliding_states,
     split,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 RECORDER = "posswap_relations"
 _MOST_SCORES = 2**24
@@ -90,7 +94,9 @@ class _RecordingView(ConfigView):
         return RECORDER if name == IMPLEMENTATION else super().__getattr__(name)
 
 
-def _record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+def _record(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: object
+) -> tuple[Tensor, Tensor | None]:
     view = module.config
     view.layers.append(Attended(query, key, value, kwargs.get(CALL_ARGUMENT)))
     with attribute(module, "config", view.native):
@@ -102,7 +108,7 @@ register_attention_function(RECORDER, _record)
 
 
 @contextmanager
-def recorded_attention(model: Any) -> Iterator[list[Attended]]:
+def recorded_attention(model: PreTrainedModel) -> Iterator[list[Attended]]:
     """Record what each attention layer of `model` attends with in forwards within the block, in the order of the calls.
 
     Args:
@@ -253,7 +259,7 @@ class DistillSettings:
             raise ConfigError(f"distill: {'; '.join(problems)}.")
 
 
-def make_teacher(model: Any) -> Any:
+def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
     """Return a frozen copy of the swapped `model` as it was before the swap, in eval mode, on the same device.
 
     Args:
@@ -290,8 +296,8 @@ def make_teacher(model: Any) -> Any:
 
 
 def distillation_loss(
-    model: Any,
-    teacher: Any,
+    model: nn.Module,
+    teacher: nn.Module,
     inputs: dict[str, Any],
     settings: DistillSettings,
     *,
@@ -363,7 +369,7 @@ def distillation_loss(
         return run_body_and_head(model, model_inputs, use, hidden=hidden)
 
 
-def _recorded(model: Any, settings: DistillSettings) -> AbstractContextManager[list[Attended]]:
+def _recorded(model: PreTrainedModel, settings: DistillSettings) -> AbstractContextManager[list[Attended]]:
     return recorded_attention(model) if settings.relations else nullcontext([])
 
 
@@ -416,7 +422,7 @@ def _first(counted: Tensor, window: int) -> Tensor:
 
 
 def _window_states(
-    teacher: Any, model_inputs: dict[str, Any], taught: Tensor, window: int, *, hidden: bool
+    teacher: nn.Module, model_inputs: dict[str, Any], taught: Tensor, window: int, *, hidden: bool
 ) -> BodyAndHead:
     """Return the teacher's states of the tokens `taught`, [N, E] each, all in its first window, and its head."""
     length = min(window, taught.shape[1])
@@ -424,7 +430,7 @@ def _window_states(
         return chosen(split(teacher, _teacher_inputs(teacher, model_inputs, length), hidden=hidden), taught[:, :length])
 
 
-def _teacher_inputs(teacher: Any, model_inputs: dict[str, Any], length: int) -> dict[str, Any]:
+def _teacher_inputs(teacher: nn.Module, model_inputs: dict[str, Any], length: int) -> dict[str, Any]:
     """Return the first `length` tokens, their mask, and their positions if a forward would not compute the same ones.
 
     The student's positions may jump (data.packing pose), so with a mask they are recomputed: after padding, or from

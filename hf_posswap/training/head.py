@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from hf_posswap.compat.torch_modules import compiled_original
 from hf_posswap.compat.transformers_models import is_deepspeed_engine
 from hf_posswap.errors import DataError, UnsupportedModelError
 from hf_posswap.patching.plan.plan_swap import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 Head = Callable[[Tensor], Tensor]
 """From states [N, E] to logits [N, V]."""
@@ -38,7 +42,7 @@ class BodyAndHead(NamedTuple):
     hidden: tuple[Tensor, ...] = ()
 
 
-def inner_model(model: Any) -> Any:
+def inner_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside DDP, DeepSpeed and PEFT.
 
     Raises:
@@ -60,7 +64,7 @@ def inner_model(model: Any) -> Any:
 
 
 def run_body_and_head(
-    model: Any, inputs: dict[str, Any], use: Callable[[BodyAndHead], Tensor], *, hidden: bool = False
+    model: nn.Module, inputs: dict[str, Any], use: Callable[[BodyAndHead], Tensor], *, hidden: bool = False
 ) -> Tensor:
     """Return the loss that `use` computes from the body's states and the head, inside the model's own forward.
 
@@ -79,7 +83,7 @@ def run_body_and_head(
     inner = inner_model(model)
     original = inner.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         from transformers.modeling_outputs import CausalLMOutput
 
         return CausalLMOutput(loss=use(_split(inner, original, args, kwargs)))
@@ -88,7 +92,7 @@ def run_body_and_head(
         return model(**inputs | _forward_options(inner, hidden)).loss
 
 
-def split(model: Any, inputs: dict[str, Any], *, hidden: bool = False) -> BodyAndHead:
+def split(model: nn.Module, inputs: dict[str, Any], *, hidden: bool = False) -> BodyAndHead:
     """Return the body's states and the head of a model without wrappers other than PEFT.
 
     Args:
@@ -110,11 +114,13 @@ def split(model: Any, inputs: dict[str, Any], *, hidden: bool = False) -> BodyAn
     return _split(inner, inner.forward, (), inputs | _forward_options(inner, hidden))
 
 
-def _forward_options(inner: Any, hidden: bool) -> dict[str, Any]:
+def _forward_options(inner: PreTrainedModel, hidden: bool) -> dict[str, object]:
     return without_cache(inner) | ({"output_hidden_states": True} if hidden else {})
 
 
-def _split(inner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BodyAndHead:
+def _split(
+    inner: PreTrainedModel, original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+) -> BodyAndHead:
     with _captured(inner) as captured:
         result = original(*args, **kwargs)
     if not captured:
@@ -143,19 +149,19 @@ def chosen(apart: BodyAndHead, tokens: Tensor) -> BodyAndHead:
     return BodyAndHead(apart.states[tokens], apart.head, tuple(states[tokens] for states in apart.hidden))
 
 
-def without_cache(inner: Any) -> dict[str, Any]:
+def without_cache(inner: PreTrainedModel) -> dict[str, object]:
     """Return the arguments that disable the cache, which would disable the masks of packed documents."""
     return {"use_cache": False} if getattr(inner.config.get_text_config(), "use_cache", False) else {}
 
 
 @contextmanager
-def _captured(inner: Any) -> Iterator[list[tuple[str, Any, Tensor]]]:
+def _captured(inner: PreTrainedModel) -> Iterator[list[tuple[str, ModelOutput | tuple[Tensor, ...], Tensor]]]:
     """Capture the body's path, output and states, and pass one token on to the head, whose result is discarded."""
-    captured: list[tuple[str, Any, Tensor]] = []
+    captured: list[tuple[str, ModelOutput | tuple[Tensor, ...], Tensor]] = []
     running: list[str] = []
 
     def keep(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             running.append(path)
             try:
                 output = run(*args, **kwargs)
@@ -175,7 +181,9 @@ def _captured(inner: Any) -> Iterator[list[tuple[str, Any, Tensor]]]:
         yield captured
 
 
-def _make_head(inner: Any, original: Callable[..., Any], path: str, output: Any) -> Head:
+def _make_head(
+    inner: PreTrainedModel, original: Callable[..., Any], path: str, output: ModelOutput | tuple[Tensor, ...]
+) -> Head:
     parent_path, _, name = path.rpartition(".")
     parent = inner.get_submodule(parent_path)
     body = parent.get_submodule(name)
@@ -195,18 +203,18 @@ def _make_head(inner: Any, original: Callable[..., Any], path: str, output: Any)
 class _FixedOutputBody(nn.Module):
     """Replaces a body and returns a fixed output; all other attributes are the body's."""
 
-    def __init__(self, body: nn.Module, output: Any) -> None:
+    def __init__(self, body: nn.Module, output: object) -> None:
         super().__init__()
         self.__dict__.update(body=body, output=output)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *_: object, **__: object) -> object:
         return self.__dict__["output"]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["body"], name)
 
 
-def _with_states(output: Any, states: Tensor) -> Any:
+def _with_states(output: ModelOutput | tuple[Tensor, ...], states: Tensor) -> ModelOutput | tuple[Tensor, ...]:
     if isinstance(output, tuple):
         return (states, *output[1:])
     changed = copy.copy(output)
@@ -214,7 +222,7 @@ def _with_states(output: Any, states: Tensor) -> Any:
     return changed
 
 
-def _without_states(output: Any) -> Any:
+def _without_states(output: ModelOutput | tuple[Tensor, ...]) -> ModelOutput | tuple[Tensor, ...]:
     """Return `output` without the tensors of all tokens, which a head that keeps it would hold as long as itself."""
     changed = _with_states(output, output[0].new_empty(0))
     if not isinstance(changed, tuple) and getattr(changed, "hidden_states", None) is not None:
@@ -232,7 +240,7 @@ def _has(inner: nn.Module, path: str) -> bool:
 
 @contextmanager
 def _each_forward(
-    inner: nn.Module, paths: list[str], change: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    inner: nn.Module, paths: list[str], change: Callable[[str, Callable[..., object]], Callable[..., object]]
 ) -> Iterator[None]:
     if not paths:
         yield
@@ -243,7 +251,7 @@ def _each_forward(
 
 
 @contextmanager
-def attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def attribute(module: nn.Module, name: str, value: object) -> Iterator[None]:
     """Set an attribute on one instance within the block, then restore or delete it."""
     attributes = vars(module)
     previous = attributes.get(name)
@@ -311,7 +319,7 @@ def windows_of(wanted: Tensor, begins: Tensor, size: int) -> Windows:
 
 
 def sliding_states(
-    teacher: Any, inputs: dict[str, Any], wanted: Tensor, size: int, *, hidden: bool = False
+    teacher: nn.Module, inputs: dict[str, Any], wanted: Tensor, size: int, *, hidden: bool = False
 ) -> BodyAndHead:
     """Return the teacher's states for the tokens of `wanted`, [N, E] each, and its head, from half-overlapping windows.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from hf_posswap.families import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.training.chunked_loss import IGNORED, sum_in_chunks
 from hf_posswap.training.head import BodyAndHead, document_begins, inner_model, run_body_and_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class LongCESettings:
 
 
 def longce_loss(
-    model: Any,
+    model: PreTrainedModel,
     inputs: dict[str, Any],
     settings: LongCESettings,
     *,
@@ -98,7 +101,7 @@ def longce_loss(
 
 @torch.no_grad()
 def _short_losses(
-    model: Any, inputs: dict[str, Any], targets: Tensor, context: int, chunk: int
+    model: PreTrainedModel, inputs: dict[str, Any], targets: Tensor, context: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Return the losses with the short context, [B, L], and which tokens have one that is cut, bool [B, L].
 
@@ -128,7 +131,7 @@ def _short_losses(
 
 
 def _write_losses(
-    model: Any, inputs: dict[str, Any], targets: Tensor, wanted: Tensor, losses: Tensor, chunk: int
+    model: PreTrainedModel, inputs: dict[str, Any], targets: Tensor, wanted: Tensor, losses: Tensor, chunk: int
 ) -> None:
     """Write the losses of the tokens `wanted` [B, K] into `losses`; the model runs even if none is."""
 

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from hf_posswap.errors import ConfigError, TrainingError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NEW_ROWS = " (new rows)"
 _KEEP_ROWS = ("tile", "hierarchical", "random")  # rules that leave the old rows as they were
@@ -34,7 +37,7 @@ What = Literal["full", "positions", "norms_qk", "new_rows"]
 _KNOWN_TIED = ("embed_tokens", "lm_head")  # peft.utils.constants.EMBEDDING_LAYER_NAMES
 
 
-def position_names(base: Any) -> list[str]:
+def position_names(base: PreTrainedModel) -> list[str]:
     """Return the names of the parameters that the swap of `base` added, or whose rows it rewrote."""
     patch = getattr(base, "_posswap", None)
     if patch is None:
@@ -47,7 +50,7 @@ def position_names(base: Any) -> list[str]:
     return [name for name, _ in base.named_parameters() if base_name(name) in added | rewritten]
 
 
-def grown_tables(base: Any) -> dict[str, int]:
+def grown_tables(base: PreTrainedModel) -> dict[str, int]:
     """Return the names of the tables to which the swap of `base` added rows, and how many rows they had before.
 
     Raises:
@@ -86,19 +89,19 @@ def norm_paths(base: nn.Module) -> list[str]:
     return paths
 
 
-def embedding_path(base: Any) -> str:
+def embedding_path(base: PreTrainedModel) -> str:
     """Return the path of the token embeddings."""
     table = base.get_input_embeddings()
     return next(path for path, module in base.named_modules() if module is table)
 
 
-def is_tied(base: Any) -> bool:
+def is_tied(base: PreTrainedModel) -> bool:
     """Return whether the token embeddings and the head share their weight."""
     head = base.get_output_embeddings()
     return head is not None and head.weight is base.get_input_embeddings().weight
 
 
-def query_key_names(base: Any) -> list[str]:
+def query_key_names(base: PreTrainedModel) -> list[str]:
     """Return the names of the parameters of the query and key projections, fused or not.
 
     Raises:
@@ -118,12 +121,12 @@ def query_key_names(base: Any) -> list[str]:
     return names
 
 
-def attention_paths(base: Any) -> list[str]:
+def attention_paths(base: PreTrainedModel) -> list[str]:
     """Return the paths of the self-attention modules of every stack, in layer order."""
     return [path for stack in locate(base).stacks for path in stack.attention]
 
 
-def linear_layers(base: Any) -> list[str]:
+def linear_layers(base: PreTrainedModel) -> list[str]:
     """Return the linear layers inside the self-attention modules, by their names within a block, as PEFT matches them.
 
     Raises:
@@ -174,7 +177,7 @@ def only(base: nn.Module, names: set[str]) -> None:
         parameter.requires_grad_(name in names)
 
 
-def transformers_model(model: Any) -> Any:
+def transformers_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the transformers model in a PEFT model, or in a wrapper for several processes."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
@@ -234,7 +237,9 @@ class TrainableSettings:
             raise ConfigError(f"trainable: {'; '.join(problems)}.")
 
 
-def prepare_trainable(model: Any, settings: TrainableSettings, peft: Mapping[str, Any] | None = None) -> Any:
+def prepare_trainable(
+    model: PreTrainedModel, settings: TrainableSettings, peft: Mapping[str, object] | None = None
+) -> PreTrainedModel:
     """Return `model` with exactly the parameters of `settings` trainable; with adapters, wrapped in a PEFT model.
 
     Tied weights stay tied. What the swap froze permanently, such as a sinusoidal table, stays frozen.
@@ -281,7 +286,7 @@ def prepare_trainable(model: Any, settings: TrainableSettings, peft: Mapping[str
     return model
 
 
-def _with_adapters(model: Any, settings: TrainableSettings, peft: Mapping[str, Any]) -> Any:
+def _with_adapters(model: PreTrainedModel, settings: TrainableSettings, peft: Mapping[str, object]) -> PreTrainedModel:
     import_peft()
     config = peft_config(model, peft)
     extra = {path.rpartition(".")[2] for path in _extra_paths(model, settings)}
@@ -305,7 +310,7 @@ def _with_adapters(model: Any, settings: TrainableSettings, peft: Mapping[str, A
     return wrapped
 
 
-def peft_config(model: Any, fields: Mapping[str, Any]) -> Any:
+def peft_config(model: PreTrainedModel, fields: Mapping[str, object]) -> Any:
     """Return the PEFT config of `fields` for `model`; by default it targets the projections of attention.
 
     Args:
@@ -333,7 +338,7 @@ def peft_config(model: Any, fields: Mapping[str, Any]) -> Any:
         raise ConfigError(f"peft: {error}") from error
 
 
-def _tied_layer_name(model: Any) -> str:
+def _tied_layer_name(model: PreTrainedModel) -> str:
     """Return the name of the tied embeddings or head that PEFT recognizes, and so keeps tied."""
     head = model.get_output_embeddings()
     names = [embedding_path(model), *(path for path, module in model.named_modules() if module is head)]
@@ -346,17 +351,17 @@ def _tied_layer_name(model: Any) -> str:
     )
 
 
-def _extra_paths(model: Any, settings: TrainableSettings) -> list[str]:
+def _extra_paths(model: PreTrainedModel, settings: TrainableSettings) -> list[str]:
     return [*([embedding_path(model)] if settings.embeddings else []), *(norm_paths(model) if settings.norms else [])]
 
 
-def _parameters_in(model: Any, paths: list[str]) -> list[str]:
+def _parameters_in(model: PreTrainedModel, paths: list[str]) -> list[str]:
     return [f"{path}.{name}" for path in paths for name, _ in model.get_submodule(path).named_parameters()]
 
 
 def parameter_groups(
-    model: Any, settings: TrainableSettings, *, learning_rate: float, weight_decay: float
-) -> list[dict[str, Any]]:
+    model: PreTrainedModel, settings: TrainableSettings, *, learning_rate: float, weight_decay: float
+) -> list[dict[str, object]]:
     """Return the optimizer's groups: no weight decay on vectors, rates by layer and for what the swap added.
 
     With `layer_decay` d and n layers, layer i has d^(n - 1 - i) of the rate, the token embeddings and the old position
@@ -383,7 +388,7 @@ def parameter_groups(
     added = {base_name(name) for name in position_names(base)}
     depth = _LayerDecay(base, settings.layer_decay)
     only_new_rows = settings.what == "new_rows"
-    groups: dict[tuple[float, float], list[Any]] = {}
+    groups: dict[tuple[float, float], list[object]] = {}
     for name, parameter in model.named_parameters():  # each once, tied or not
         if not parameter.requires_grad:
             continue
@@ -404,7 +409,7 @@ def parameter_groups(
 class _LayerDecay:
     """Computes the share of the learning rate for a parameter by its layer."""
 
-    def __init__(self, base: Any, decay: float) -> None:
+    def __init__(self, base: PreTrainedModel, decay: float) -> None:
         self.decay = decay
         self.blocks = {f"{block_of(path)}.": n for n, path in enumerate(locate(base).attention)}
         tables = [f"{embedding_path(base)}."] + [

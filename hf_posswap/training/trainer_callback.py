@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -43,12 +43,15 @@ from hf_posswap.training.trainer_proof import (
 )
 from hf_posswap.utils.user_paths import without_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def _ends_watch(event: Callable[..., None]) -> Callable[..., None]:
     """Have an event of the callback that raises leave no hook on the model: the Trainer tells nobody of its end."""
 
     @functools.wraps(event)
-    def run(self: PosswapCallback, *args: Any, **kwargs: Any) -> None:
+    def run(self: PosswapCallback, *args: object, **kwargs: object) -> None:
         try:
             event(self, *args, **kwargs)
         except BaseException:
@@ -140,14 +143,14 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self.verification: Verification | None = None
         self.first_loss: float | None = None
         self.record: TrainingRecord | None = None
-        self.resumed: dict[str, Any] = {}
+        self.resumed: dict[str, object] = {}
         self._watch: SequenceWatch | None = None
-        self._proved: tuple[ref[Any], Verification] | None = None
+        self._proved: tuple[ref[object], Verification] | None = None
         self._base: str | None = None
         self._step, self._limit, self._before = 0, math.inf, 0
-        self._swap: dict[str, Any] | None = None
+        self._swap: dict[str, object] | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return what a Trainer stores in its checkpoints, so that a resumed run continues the record."""
         arguments = {name: getattr(self, name) for name in ("max_first_loss", "max_length", "require", "digests")}
         scheme = None if self.scheme is None else self.scheme.to_dict()
@@ -158,7 +161,12 @@ class PosswapCallback(TrainerCallback, ExportableState):
         }
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: object,
     ) -> None:
         """Prove a swap while the weights are whole, where several processes may shard them before training begins."""
         if model is None or args.world_size < 2:
@@ -175,8 +183,8 @@ class PosswapCallback(TrainerCallback, ExportableState):
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        train_dataloader: object = None,
+        **kwargs: object,
     ) -> None:
         """Prove the swap, before the first step and after a checkpoint is loaded."""
         if self._watch is not None:  # an earlier training may have been stopped in a step
@@ -215,7 +223,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         )
         self._write(inside, state, args)
 
-    def _prove(self, model: Any) -> SwapPlan | None:
+    def _prove(self, model: PreTrainedModel) -> SwapPlan | None:
         """Prove the swap of `model` and return its plan; None: it has none, and needs none."""
         swap = getattr(model, "_posswap", None)
         if swap is None:
@@ -244,7 +252,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         )
         return plan
 
-    def _refuse_another_swap(self, saved: dict[str, Any], model: Any, step: int) -> None:
+    def _refuse_another_swap(self, saved: dict[str, object], model: PreTrainedModel, step: int) -> None:
         """Refuse to resume a training with another mechanism than its checkpoint was trained with."""
         values = getattr(model.config, "posswap", None)
         now = None if values is None else SwapRecord.from_dict(values)
@@ -262,7 +270,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Check that the swap is still there; and, before the second step, that the first loss was seen."""
         self._check_intact(model_inside(model), state)
@@ -275,7 +283,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Have the first loss logged, and update the record that the next save writes."""
         inside = model_inside(model)
@@ -286,7 +294,12 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         """Gate on the loss of the first step."""
         if self.first_loss is not None or state.global_step != self._step + 1 or not logs or "loss" not in logs:
@@ -318,7 +331,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Check that the checkpoint which was just written names the swap."""
         inside = model_inside(model)
@@ -336,7 +349,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
     ) -> None:
         """Check the swap once more, after the best checkpoint may have been loaded."""
         inside = model_inside(model)
@@ -345,7 +358,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             self._watch.detach()
         self._check_intact(inside, state)
 
-    def _check_intact(self, model: Any, state: TrainerState) -> None:
+    def _check_intact(self, model: PreTrainedModel, state: TrainerState) -> None:
         if self.record is None or self.record.swap is None:
             return
         if getattr(model, "_posswap", None) is None:
@@ -358,7 +371,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         if self.scheme is not None:
             check_scheme(model, self.scheme)
 
-    def _write(self, model: Any, state: TrainerState, args: TrainingArguments) -> None:
+    def _write(self, model: PreTrainedModel, state: TrainerState, args: TrainingArguments) -> None:
         """Put the record into the config, where every save takes it along."""
         assert self.record is not None
         assert self._watch is not None

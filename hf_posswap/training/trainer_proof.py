@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -35,6 +35,10 @@ from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.digests import state_digest
 from hf_posswap.utils.sentence_models import is_sentence_model
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 ABOVE_GUESSING = 1.5
 """Nats above a uniform guess that a first loss may have: what recipes allow a swap that needs training."""
 _PACKAGES = ("transformers", "torch", "peft", "accelerate", "trl", "sentence-transformers", "axolotl", "deepspeed")
@@ -43,7 +47,7 @@ _INPUTS = ("input_ids", "inputs_embeds")
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
-def model_inside(model: Any) -> Any:
+def model_inside(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside `model`, which may be in DDP, torch.compile, DeepSpeed or PEFT.
 
     Raises:
@@ -54,7 +58,7 @@ def model_inside(model: Any) -> Any:
     return unwrap(extract_model_from_parallel(model, keep_torch_compile=False))
 
 
-def is_sharded(model: Any) -> bool:
+def is_sharded(model: PreTrainedModel) -> bool:
     """Return whether this process holds parts of the weights of `model` (FSDP, ZeRO-3, tensor parallel, meta)."""
     if any(kind_of_wrapper(module) == "FSDP's wrapper" for module in model.modules()):
         return True
@@ -88,7 +92,7 @@ def check_scheme(model: Any, expected: Scheme) -> None:
         )
 
 
-def _differing(scheme: Scheme, expected: Scheme) -> dict[str, Any]:
+def _differing(scheme: Scheme, expected: Scheme) -> dict[str, object]:
     """Return the fields of `scheme`, of the class of `expected`, that are other than `expected` sets them."""
     return {
         field.name: getattr(scheme, field.name)
@@ -97,7 +101,7 @@ def _differing(scheme: Scheme, expected: Scheme) -> dict[str, Any]:
     }
 
 
-def _is_as_set(value: Any, expected: Any, default: Any = dataclasses.MISSING) -> bool:
+def _is_as_set(value: Any, expected: object, default: object = dataclasses.MISSING) -> bool:
     if isinstance(expected, Scheme):
         return type(value) is type(expected) and not _differing(value, expected)
     if isinstance(expected, tuple) and _holds_schemes(expected):
@@ -106,11 +110,11 @@ def _is_as_set(value: Any, expected: Any, default: Any = dataclasses.MISSING) ->
     return bool(expected == default or value == expected)
 
 
-def _holds_schemes(value: Any) -> bool:
+def _holds_schemes(value: object) -> bool:
     return isinstance(value, Scheme) or (isinstance(value, tuple) and any(map(_holds_schemes, value)))
 
 
-def first_loss_limit(model: Any) -> float | None:
+def first_loss_limit(model: PreTrainedModel) -> float | None:
     """Return the highest first loss to expect: that of a uniform guess and 1.5 nats; None: it has no vocabulary head.
 
     Args:
@@ -122,7 +126,7 @@ def first_loss_limit(model: Any) -> float | None:
     return math.log(vocabulary) + ABOVE_GUESSING if isinstance(vocabulary, int) and vocabulary > 0 else None
 
 
-def base_digest(model: Any) -> str | None:
+def base_digest(model: PreTrainedModel) -> str | None:
     """Return the digest of the weights before the swap, without adapters; None: this process does not hold them.
 
     A swap that cannot be undone, because it was loaded or fitted, counts with its own weights.
@@ -149,7 +153,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def trained_part(model: Any) -> str:
+def trained_part(model: nn.Module) -> str:
     """Return which weights of `model`, as the Trainer has it, are trained: "full", the adapter's type, or "a part"."""
     adapters = getattr(model, "peft_config", None)
     types = set()
@@ -194,7 +198,7 @@ def _is_model(path: Path) -> bool:
     return isinstance(values, dict) and "model_type" in values
 
 
-def dataset_digest(dataset: Any) -> str | None:
+def dataset_digest(dataset: object) -> str | None:
     """Return a digest of every row of `dataset`; None: they cannot be read twice alike, or hold other than plain data.
 
     Rows of a `datasets.Dataset` and of a list or tuple are read; any other class may transform rows at random or stream
@@ -222,7 +226,7 @@ def dataset_digest(dataset: Any) -> str | None:
     return whole.hexdigest()[:16]
 
 
-def _rows_of(dataset: Any) -> Iterator[Any] | None:
+def _rows_of(dataset: object) -> Iterator[object] | None:
     """Return the rows of `dataset`; None: its class may not give the same rows twice."""
     if isinstance(dataset, list | tuple):
         return iter(dataset)
@@ -237,7 +241,7 @@ def _rows_of(dataset: Any) -> Iterator[Any] | None:
     return (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return what JSON does not know as text or numbers.
 
     Raises:
@@ -254,7 +258,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-_ATTACHED: WeakKeyDictionary[Any, list[SequenceWatch]] = WeakKeyDictionary()
+_ATTACHED: WeakKeyDictionary[object, list[SequenceWatch]] = WeakKeyDictionary()
 """By model: what watches it."""
 
 
@@ -274,10 +278,10 @@ class SequenceWatch:
         self._stacks = {""} if plan is None else set(plan.schemes)
         self._named = "" if plan is None else plan.named
         self._handle: Any = None
-        self._model: ref[Any] | None = None
+        self._model: ref[object] | None = None
         self._training: Any = None
 
-    def attach(self, model: Any, outer: Any, training: Any) -> None:
+    def attach(self, model: PreTrainedModel, outer: nn.Module, training: object) -> None:
         """Watch a model, and end what an earlier training left: an exception in a step, or Ctrl-C, tells no callback.
 
         Args:
@@ -305,14 +309,14 @@ class SequenceWatch:
                 _ATTACHED[model].remove(self)
             self._handle = self._model = self._training = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceWatch:
+    def __deepcopy__(self, memo: dict[int, object]) -> SequenceWatch:
         return SequenceWatch(None, None)  # a copy of the model is watched by nobody
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return SequenceWatch, (None, None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         given = dict(kwargs)
         if args:
             given |= args[0] if isinstance(args[0], Mapping) else {module.main_input_name: args[0]}
@@ -326,7 +330,7 @@ class SequenceWatch:
             targets = _tensor(given, _DECODER_INPUTS)
             self._check(0 if targets is None else targets.shape[1])
 
-    def _reach(self, ids: Tensor, position_ids: Any) -> int:
+    def _reach(self, ids: Tensor, position_ids: Tensor | None) -> int:
         """Return the positions that the longest sequence of a batch needs."""
         if isinstance(position_ids, Tensor) and position_ids.numel():
             return int(position_ids.max()) - self._first + 1
@@ -343,7 +347,7 @@ class SequenceWatch:
             )
 
 
-def _tensor(given: dict[str, Any], names: tuple[str, ...]) -> Tensor | None:
+def _tensor(given: dict[str, object], names: tuple[str, ...]) -> Tensor | None:
     """Return the first of the arguments `names` that is a batch of sequences."""
     values = (given.get(name) for name in names)
     return next((value for value in values if isinstance(value, Tensor) and value.dim() >= 2), None)

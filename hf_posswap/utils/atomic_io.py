@@ -203,7 +203,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` to `path` as indented JSON, whole or not at all; NaN and infinity are refused.
 
     Raises:

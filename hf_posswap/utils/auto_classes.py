@@ -10,12 +10,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, OptionError, PosswapError, RemoteCodeError
 from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.untrusted import read_bounded_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MOST_LAYERS = 2**16
 """Of a config that is read: a hundred times the layers of any model."""
@@ -36,7 +39,7 @@ _PROCESSOR_FILES: dict[str, tuple[str, ...]] = {
 }
 
 
-def auto_config(source: str | Path, *, trust_remote_code: bool, **hub: Any) -> Any:
+def auto_config(source: str | Path, *, trust_remote_code: bool, **hub: object) -> PreTrainedConfig:
     """Return the config at `source`, as transformers' AutoConfig reads it.
 
     Args:
@@ -58,7 +61,7 @@ def auto_config(source: str | Path, *, trust_remote_code: bool, **hub: Any) -> A
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code, **hub)
 
 
-def auto_tokenizer(source: str | Path, *, trust_remote_code: bool, **hub: Any) -> Any:
+def auto_tokenizer(source: str | Path, *, trust_remote_code: bool, **hub: object) -> PreTrainedTokenizerBase:
     """Return the tokenizer at `source`, as transformers' AutoTokenizer reads it; arguments and errors of `auto_config`.
 
     Where its class is code that the checkpoint brings, transformers would quietly take another one for it when that is
@@ -74,7 +77,7 @@ def auto_tokenizer(source: str | Path, *, trust_remote_code: bool, **hub: Any) -
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code, **hub)
 
 
-def auto_processor(source: str | Path, *, trust_remote_code: bool, **hub: Any) -> Any:
+def auto_processor(source: str | Path, *, trust_remote_code: bool, **hub: object) -> Any:
     """Return the processor at `source`, as transformers' AutoProcessor reads it; otherwise as `auto_tokenizer`."""
     from transformers import AutoProcessor
 
@@ -108,7 +111,7 @@ def refused_code(source: str | Path, trust_remote_code: bool) -> Iterator[None]:
         raise RemoteCodeError(source) from error
 
 
-def _refuse_stand_in(source: str | Path, files: dict[str, tuple[str, ...]], hub: dict[str, Any]) -> None:
+def _refuse_stand_in(source: str | Path, files: dict[str, tuple[str, ...]], hub: dict[str, object]) -> None:
     """Refuse a checkpoint if one of its `files` names a class in its own code and none of transformers."""
     for name, keys in files.items():
         values = _object_in(source, name, hub)
@@ -117,7 +120,7 @@ def _refuse_stand_in(source: str | Path, files: dict[str, tuple[str, ...]], hub:
             raise RemoteCodeError(source)
 
 
-def refuse_endless_lists(source: str | Path, config: dict[str, Any]) -> None:
+def refuse_endless_lists(source: str | Path, config: dict[str, object]) -> None:
     """Refuse a config.json with a number, in any config inside it, of which a list would fill the memory.
 
     Config classes make such lists as they read the file: an entry for each layer, which says how it attends, and a name
@@ -167,7 +170,7 @@ def _is_stock(name: str) -> bool:
     return any(hasattr(transformers, variant) for variant in (name, name.removesuffix("Fast"), f"{name}Fast"))
 
 
-def _object_in(source: str | Path, name: str, hub: dict[str, Any]) -> dict[str, Any]:
+def _object_in(source: str | Path, name: str, hub: dict[str, object]) -> dict[str, Any]:
     """Return the JSON object in a file of a checkpoint; {} where it is missing or holds none.
 
     Raises:

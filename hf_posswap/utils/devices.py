@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def resolve_device(device: None) -> None: ...
 def resolve_device(device: str | torch.device) -> torch.device: ...
 
 
-def resolve_device(device: Any) -> torch.device | None:
+def resolve_device(device: torch.device | str | None) -> torch.device | None:
     """Return the device that a caller gave: a torch.device, its name, or "auto", a GPU if there is one; None stays.
 
     Raises:
@@ -86,7 +86,7 @@ def resolve_device(device: Any) -> torch.device | None:
     return resolved
 
 
-def resolve_dtype(dtype: Any) -> Any:
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     """Return the floating-point dtype that a caller gave, a torch.dtype or its name; "auto" and None stay.
 
     Raises:

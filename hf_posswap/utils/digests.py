@@ -20,7 +20,7 @@ from hf_posswap.utils.atomic_io import replacing
 _FIELD = "sha256"
 
 
-def json_digest(value: Any) -> str:
+def json_digest(value: object) -> str:
     """Return the SHA-256 of `value`, JSON, whatever the order of its names.
 
     Raises:
@@ -34,7 +34,7 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def append_line(path: Path, entry: dict[str, Any]) -> None:
+def append_line(path: Path, entry: dict[str, object]) -> None:
     """Write `entry` and its digest as one line to the end of `path` and to the disk: all of it, or nothing.
 
     Raises:

@@ -14,7 +14,7 @@ from hf_posswap.utils.printable import printable_lines
 _MARKS = re.compile(r"[\\`*|\[\]]|(?<!\w)_|_(?!\w)")
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """Return a value as a plan shows it: numbers short, long lists by their length.
 
     Example:
@@ -62,7 +62,7 @@ def interval_text(interval: Mapping[str, Any], write: str | Callable[[float], st
     return f"{low}{between}{high}"
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value of a file or a config is a finite number.
 
     Example:
@@ -98,7 +98,7 @@ def public_name(path: str | Path) -> str:
     return (re.split(r"[\\/]", str(named))[-1] or str(named)) if hidden else str(path)
 
 
-def with_older_name(**values: Any) -> Any:
+def with_older_name(**values: object) -> Any:
     """Return the value of an argument that has two names, the older one last; None: it was not passed.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ from hf_posswap.utils.gguf_tokenizer import count_gguf_weights, read_gguf_config
 from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.threads import PROCESS, quiet_logger
 from hf_posswap.utils.untrusted import CARD, header
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors of divisors [D/2]: llama.cpp turns pair i by theta^(-2i/D) / divisor_i each token."""
@@ -81,7 +85,7 @@ ARCHITECTURES = (
 _WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def write_folder(path: Path, reader: Any, folder: Path) -> list[str]:
+def write_folder(path: Path, reader: GGUFReader, folder: Path) -> list[str]:
     """Write what the GGUF file `path` holds into `folder`, and return sentences about what is not in it.
 
     `reader` is what `read_gguf` returns of it.
@@ -129,7 +133,7 @@ def write_folder(path: Path, reader: Any, folder: Path) -> list[str]:
         ) from error
 
 
-def _refuse_missing_layers(path: Path, layers: Any, tensors: dict[str, Any]) -> None:
+def _refuse_missing_layers(path: Path, layers: object, tensors: dict[str, ReaderTensor]) -> None:
     """Refuse a number of layers that is not that of the tensors, before a config or a model of it is built."""
     layers_in_file = len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
     if layers != layers_in_file:
@@ -152,7 +156,9 @@ def _card(path: Path, fields: dict[str, Any]) -> str:
     return f"{header(data)}# {name}\n\nConverted from {printable(path.name)} by hf_posswap.\n"
 
 
-def _config(path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, Any]) -> Any:
+def _config(
+    path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, ReaderTensor]
+) -> PreTrainedConfig:
     """Return the config that transformers reads from the file, with every key of the architecture in it."""
     keys = _keys(path, architecture, fields)
     rope = {name: keys.pop(name) for name in list(keys) if name.startswith("rope.") and name not in _ONLY}
@@ -221,7 +227,7 @@ def _keys(path: Path, architecture: str, fields: dict[str, Any]) -> dict[str, An
 
 
 def _set_windows(
-    path: Path, architecture: str, config: Any, window: int | None, pattern: int | list[bool] | None
+    path: Path, architecture: str, config: PreTrainedConfig, window: int | None, pattern: int | list[bool] | None
 ) -> None:
     """Put into `config` which layers slide, as llama.cpp has it: none without a window.
 
@@ -249,7 +255,7 @@ def _set_windows(
     config.layer_types = ["sliding_attention" if each and window else "full_attention" for each in slides]
 
 
-def _set(config: Any, name: str, value: Any) -> bool:
+def _set(config: PreTrainedConfig, name: str, value: object) -> bool:
     """Put the value of a key into `config`, and return whether it says all that the key says."""
     known = [field for field in _SAME.get(name, ()) if hasattr(config, field)]
     if not known:
@@ -263,7 +269,7 @@ def _set(config: Any, name: str, value: Any) -> bool:
     return True
 
 
-def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
+def _model(path: Path, config: PreTrainedConfig, tensors: dict[str, ReaderTensor]) -> PreTrainedModel:
     """Return the model with the weights of the file, each of which has landed in it."""
     # the smallest type that holds every weight of the file exactly
     types = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
@@ -304,7 +310,7 @@ def _model(path: Path, config: Any, tensors: dict[str, Any]) -> Any:
     return _plain(loaded)
 
 
-def _plain(loaded: Any) -> Any:
+def _plain(loaded: PreTrainedModel) -> PreTrainedModel:
     """Return `loaded` as a model that was never quantized, which can be saved; it shares the weights."""
     config = loaded.config
     if hasattr(config, "quantization_config"):
@@ -317,7 +323,9 @@ def _plain(loaded: Any) -> Any:
     return model
 
 
-def rope_parameters(path: Path, architecture: str, config: Any, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+def rope_parameters(
+    path: Path, architecture: str, config: PreTrainedConfig, keys: dict[str, Any], tensors: dict[str, ReaderTensor]
+) -> None:
     """Put the rotation that a file describes into `config`.
 
     Args:
@@ -361,7 +369,7 @@ def rope_parameters(path: Path, architecture: str, config: Any, keys: dict[str, 
         )
 
 
-def refuse_wrong_numbers(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+def refuse_wrong_numbers(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, ReaderTensor]) -> None:
     """Refuse numbers that no rotation has: of another kind than the key's, not finite, zero or negative.
 
     Zero too: llama.cpp takes some of them for unset, and divides by others.
@@ -397,7 +405,11 @@ def _with_values(keys: dict[str, Any]) -> list[str]:
 
 
 def _of_layer_types(
-    path: Path, config: Any, current: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Any]
+    path: Path,
+    config: PreTrainedConfig,
+    current: dict[str, Any],
+    keys: dict[str, Any],
+    tensors: dict[str, ReaderTensor],
 ) -> None:
     """Take the base of each type of layers; the scaling is that of full attention, as llama.cpp has it."""
     bases = {
@@ -432,7 +444,12 @@ def _of_layer_types(
 
 
 def _scaling(
-    path: Path, config: Any, keys: dict[str, Any], tensors: dict[str, Any], theta: float, turned: int
+    path: Path,
+    config: PreTrainedConfig,
+    keys: dict[str, Any],
+    tensors: dict[str, ReaderTensor],
+    theta: float,
+    turned: int,
 ) -> dict[str, Any]:
     """Return the rope type and its parameters, and take their keys out."""
     factor = float(keys.pop("rope.scaling.factor", None) or keys.pop("rope.scale_linear", None) or 1.0)
@@ -523,7 +540,7 @@ def _llama3(divisors: list[float], theta: float, length: int) -> dict[str, Any] 
     return None
 
 
-def _refusal(path: Path, config: Any, names: list[str], why: str) -> CheckpointError:
+def _refusal(path: Path, config: PreTrainedConfig, names: list[str], why: str) -> CheckpointError:
     return CheckpointError(
         f"{path} has {', '.join(names)}, and transformers makes a {type(config).__name__} of it, {why}: its positions "
         "would be lost. Take the checkpoint that the file was made from."

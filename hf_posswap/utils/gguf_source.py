@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -28,6 +28,9 @@ from hf_posswap.utils.atomic_io import cache_folder, read_object, replacing, sho
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.hub_session import hub_reading
 from hf_posswap.utils.printable import brief_repr, printable
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -49,7 +52,7 @@ _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _HUB_FILE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)/(?P<file>[^\\]+\.gguf)")
 
 
-def checkpoint_of(source: str | Path, gguf_file: str | None = None, **hub: Any) -> str | Path:
+def checkpoint_of(source: str | Path, gguf_file: str | None = None, **hub: object) -> str | Path:
     """Return `source`, or the folder that its GGUF file was converted into: now, or by an earlier call.
 
     Args:
@@ -104,7 +107,7 @@ def is_gguf(path: Path) -> bool:
     return os.path.isfile(path) and (path.suffix.lower() == SUFFIX or _begins(path) == MAGIC)
 
 
-def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, Any]) -> Path | None:
+def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, object]) -> Path | None:
     """Return the GGUF file that is meant; None: `source` is none and has none."""
     path = Path(source)
     if gguf_file is not None:
@@ -124,7 +127,7 @@ def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, Any]) -> 
     return _named_file(on_hub["repository"], on_hub["file"], hub)
 
 
-def _named_file(source: str | Path, name: str, hub: dict[str, Any]) -> Path:
+def _named_file(source: str | Path, name: str, hub: dict[str, object]) -> Path:
     folder = Path(source)
     if os.path.isdir(folder):
         path = folder / name
@@ -136,7 +139,7 @@ def _named_file(source: str | Path, name: str, hub: dict[str, Any]) -> Path:
 
 
 @hub_reading
-def _downloaded(source: str, name: str, **hub: Any) -> Path:
+def _downloaded(source: str, name: str, **hub: object) -> Path:
     from transformers.utils import cached_file
 
     try:
@@ -237,7 +240,7 @@ def _key(path: Path) -> str:
     return digest.hexdigest()[:24]
 
 
-def read_gguf(path: Path) -> Any:
+def read_gguf(path: Path) -> GGUFReader:
     """Return a `gguf.GGUFReader` of the file at `path`, whose header was checked.
 
     Raises:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import quiet_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CONTROL, ADDED = 3, 4
 """gguf.TokenType.CONTROL and USER_DEFINED."""
@@ -32,7 +35,7 @@ LLAMA3_SPLIT = _WORDS + r"\p{N}{1,3}" + _REST
 QWEN2_SPLIT = _WORDS + r"\p{N}" + _REST
 
 
-def read_gguf_config(path: Path) -> Any:
+def read_gguf_config(path: Path) -> PreTrainedConfig:
     """Return the config that AutoConfig reads from the file at `path`; it raises whatever transformers raises."""
     from transformers import AutoConfig
 
@@ -40,7 +43,7 @@ def read_gguf_config(path: Path) -> Any:
         return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
 
 
-def read_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def read_gguf_model(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the causal language model of the file at `path`, and what transformers says about its weights."""
     import transformers
 
@@ -57,7 +60,7 @@ def read_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> tuple[Any, d
     return model, info
 
 
-def count_gguf_weights(config: Any) -> int:
+def count_gguf_weights(config: PreTrainedConfig) -> int:
     """Return how many weights the causal language model of `config` has, which is built without memory for them."""
     import transformers
 
@@ -67,7 +70,7 @@ def count_gguf_weights(config: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def read_gguf_tokenizer(path: Path) -> Any:
+def read_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer that AutoTokenizer reads from the file at `path`."""
     from transformers import AutoTokenizer
 
@@ -106,13 +109,13 @@ class PreTokenizer:
     whole_words: bool = False
     begins: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the pre_tokenizer of a tokenizer.json."""
         last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         return {"type": "Sequence", "pretokenizers": [*self.stages, last]}
 
 
-def _split(pattern: str) -> dict[str, Any]:
+def _split(pattern: str) -> dict[str, object]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -187,7 +190,7 @@ def _splits(pre_tokenizer: dict[str, Any]) -> list[list[str]] | None:
     return [[word for word, _ in built.pre_tokenize_str(text)] for text in PROBES]
 
 
-def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: Any) -> list[str]:
+def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: PreTrainedConfig) -> list[str]:
     """Write the tokenizer of a GGUF file into `folder`, and return sentences about what is not written.
 
     Args:
@@ -224,7 +227,7 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: An
     return []
 
 
-def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any:
+def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> PreTrainedTokenizerBase:
     """Return the byte-level byte-pair encoding of a file."""
     tokens, types = _list(fields, "tokens"), _list(fields, "token_type")
     merges = [_pair(merge) for merge in _list(fields, "merges")]
@@ -258,7 +261,7 @@ def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> Any
         raise CheckpointError(f"{path} holds a tokenizer that cannot be built: {said_by(error)}") from error
 
 
-def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -> Any:
+def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer with the special tokens and the chat template of a file.
 
     Args:
@@ -283,7 +286,7 @@ def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -
     return tokenizer
 
 
-def _sentencepiece(path: Path, fields: dict[str, Any]) -> Any:
+def _sentencepiece(path: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of sentencepiece's kind, with a space before each text and after each special token.
 
     transformers' reader gives none to a text that begins with one.
@@ -299,7 +302,7 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> Any:
     return _wrapped(json.loads(reader.backend_tokenizer.to_str()), fields, begins=True)
 
 
-def _first_difference(tokenizer: Any, fields: dict[str, Any]) -> str | None:
+def _first_difference(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> str | None:
     """Return a text of `PROBES` of which `tokenizer` makes other tokens than llama.cpp would; None: there is none."""
     tokens, scores = _list(fields, "tokens"), _list(fields, "scores")
     prefix = _SPACE if fields.get("tokenizer.ggml.add_space_prefix", True) else ""
@@ -347,17 +350,17 @@ def _pair(merge: str) -> list[str]:
     return [merge[:at], merge[at + 1 :]]
 
 
-def _token(tokens: list[str], index: Any) -> str | None:
+def _token(tokens: list[str], index: int | None) -> str | None:
     return tokens[int(index)] if index is not None and int(index) < len(tokens) else None
 
 
-def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str, Any] | None:
+def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str, object] | None:
     """Return the post_processor that puts tokens around a text; None: none."""
     around: Iterable[str] = [token for token in (first, last) if token]
     if not around:
         return None
 
-    def surrounded(name: str, number: int) -> list[dict[str, Any]]:
+    def surrounded(name: str, number: int) -> list[dict[str, object]]:
         template: list[dict[str, Any]] = [{"SpecialToken": {"id": first, "type_id": number}}] if first else []
         template.append({"Sequence": {"id": name, "type_id": number}})
         return [*template, {"SpecialToken": {"id": last, "type_id": number}}] if last else template

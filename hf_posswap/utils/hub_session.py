@@ -52,7 +52,7 @@ class BadAnswerError(Exception):
     """An answer goes beyond a bound; the message says which, after the name of the server."""
 
 
-def call_in_time(work: Callable[[], Any], left: Callable[[], float]) -> Any:
+def call_in_time(work: Callable[[], object], left: Callable[[], float]) -> Any:
     """Return what `work` returns, or raise what it raises, if that comes while time is left.
 
     It runs in a separate thread, because a server that sends a byte now and then keeps a client waiting inside one
@@ -99,7 +99,7 @@ def read_answer(response: Any) -> Any:
     """
     pieces = response.iter_bytes
 
-    def bounded(*args: Any, **kwargs: Any) -> Iterator[bytes]:
+    def bounded(*args: object, **kwargs: object) -> Iterator[bytes]:
         size = 0
         for piece in pieces(*args, **kwargs):
             size += len(piece)
@@ -145,7 +145,7 @@ class Flow:
 
 
 @cache
-def observed_stream(library: Any) -> Callable[..., Any]:
+def observed_stream(library: Any) -> Callable[..., object]:
     """Return a class of streams that call, with each piece, `observe(its bytes, the seconds until it came)`.
 
     At their end they call `observe(0, ...)`.
@@ -223,7 +223,7 @@ class HubSession:
         self._end = max(self._end, time.monotonic() + seconds)
         self._unreachable.clear()
 
-    def send(self, send: Callable[..., Any], request: Any, **how: Any) -> Any:
+    def send(self, send: Callable[..., object], request: Any, **how: Any) -> Any:
         """Return the response to `request`, tried again where that may help; `send` is the client's own.
 
         Raises:
@@ -259,7 +259,9 @@ class HubSession:
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
-    def _send_once(self, send: Callable[..., Any], request: Any, body: Any, *, stream: bool = False, **how: Any) -> Any:
+    def _send_once(
+        self, send: Callable[..., object], request: Any, body: Any, *, stream: bool = False, **how: Any
+    ) -> Any:
         host = request.url.host
         if host in self._unreachable:
             raise _unreachable(self._unreachable[host])
@@ -391,7 +393,7 @@ def hub_reading(function: Reader) -> Reader:
     """Return `function` with bounded reads from the Hub; inside another such function the outer bounds hold."""
 
     @wraps(function)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def bounded(*args: object, **kwargs: object) -> Any:
         if getattr(_own, "session", None) is not None:
             return function(*args, **kwargs)
         with hub_session() as session:
@@ -414,7 +416,7 @@ def _bound_client() -> Any:
     if "send" not in client.__dict__:
         send = client.send
 
-        def bounded(request: Any, **how: Any) -> Any:
+        def bounded(request: Any, **how: object) -> Any:
             session = _session_here()
             return send(request, **how) if session is None else session.send(send, request, **how)
 

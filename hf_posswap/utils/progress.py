@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,6 +18,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from hf_posswap.errors import OptionError
 from hf_posswap.utils.printable import printable, printable_lines
 from hf_posswap.utils.threads import quiet_logger, shared
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _QUIET_SECONDS = 30.0
 
@@ -118,7 +121,7 @@ class BarReporter(Reporter):
             yield _BarTask(printable(label), total, self, bar)
 
     @contextmanager
-    def bar(self, label: str, total: int, unit: str = "step") -> Iterator[Any]:
+    def bar(self, label: str, total: int, unit: str = "step") -> Iterator[object]:
         """Show a bar of tqdm called `label`, over `total` units, until the block ends."""
         from tqdm.auto import tqdm
 
@@ -129,7 +132,7 @@ class BarReporter(Reporter):
 class _BarTask(Task):
     """Steps shown by a bar of tqdm."""
 
-    def __init__(self, label: str, total: int, reporter: Reporter, tqdm_bar: Any) -> None:
+    def __init__(self, label: str, total: int, reporter: Reporter, tqdm_bar: tqdm[object]) -> None:
         super().__init__(label, total, float(total), reporter)
         self.tqdm_bar = tqdm_bar
 

@@ -13,17 +13,16 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 Action = Callable[[ModuleType], None]
 
 
-def attach_public_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach_public_names(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of the package whose `__init__.py` calls this.
 
     Args:
@@ -38,7 +37,7 @@ def attach_public_names(package: str, file: str) -> tuple[Callable[[str], Any], 
     """
     homes = read_homes(package, Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
 
-    def load_name(name: str) -> Any:
+    def load_name(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = importlib.import_module(homes[name])
@@ -93,7 +92,7 @@ class _After(MetaPathFinder):
     def __init__(self, name: str, action: Action) -> None:
         self.name, self.action, self.done = name, action, False
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name or self.done:
             return None
         self.done = True  # it stays in sys.meta_path: a thread that walks through that would miss the next finder

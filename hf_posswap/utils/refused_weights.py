@@ -18,11 +18,11 @@ class RefusedElsewhere(dict[str, Any]):
         name: of the stock class.
     """
 
-    def __init__(self, values: dict[str, Any], name: str) -> None:
+    def __init__(self, values: dict[str, object], name: str) -> None:
         super().__init__(values)
         self.name = name
 
-    def get(self, *_: Any) -> NoReturn:
+    def get(self, *_: object) -> NoReturn:
         """Refuse to be read, as torch does where it loads.
 
         Raises:
@@ -36,10 +36,10 @@ class RefusedElsewhere(dict[str, Any]):
             "what you want, into this one as dict(state_dict)."
         )
 
-    def __deepcopy__(self, memo: Any) -> RefusedElsewhere:
+    def __deepcopy__(self, memo: dict[int, object]) -> RefusedElsewhere:
         return RefusedElsewhere(dict(self), self.name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if not __name__.startswith("hf_posswap."):  # code that came with a checkpoint: no other process finds it
             return OrderedDict, (list(map(list, self.items())),)
         return RefusedElsewhere, (OrderedDict(self), self.name)

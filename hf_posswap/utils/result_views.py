@@ -25,7 +25,7 @@ class ResultView:
     A subclass overrides `_repr_facts` to choose what its repr shows, and `_html_rows` for the table.
     """
 
-    def _repr_facts(self) -> Mapping[str, Any]:
+    def _repr_facts(self) -> Mapping[str, object]:
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields}
 
@@ -42,7 +42,7 @@ class ResultView:
         return html_tables.together([html_tables.title(type(self).__name__), html_tables.table(rows)])
 
 
-def short_repr(result: object, facts: Mapping[str, Any]) -> str:
+def short_repr(result: object, facts: Mapping[str, object]) -> str:
     """Return the class of `result` with `facts` as keyword arguments, at most `MOST_LETTERS` characters.
 
     Example:
@@ -60,7 +60,7 @@ def short_repr(result: object, facts: Mapping[str, Any]) -> str:
     return f"{start}{', '.join(shown)}{end}"
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """Return a short repr of a value: of an array or a tensor its dtype and shape, of a long list its beginning.
 
     Example:

@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from hf_posswap.errors import OptionError, PosswapError
 from hf_posswap.utils.printable import brief_repr, printable
@@ -28,7 +28,7 @@ _WIDTH = 116
 _SECTIONS = re.compile(r"(?m)^(?:Attributes|Args|Examples?|Raises|Returns):\s*$")
 
 
-def parse_value(text: str, field_type: Any) -> Any:
+def parse_value(text: str, field_type: Any) -> object:
     """Return the value of type `field_type` that `text` writes.
 
     Args:
@@ -70,24 +70,24 @@ def parse_value(text: str, field_type: Any) -> Any:
     return _no(text)
 
 
-def is_scheme(field_type: Any) -> bool:
+def is_scheme(field_type: object) -> bool:
     """Return whether a field of type `field_type` holds a scheme."""
     return inspect.isclass(field_type) and hasattr(field_type, "to_dict")
 
 
-def is_layers(field_type: Any) -> bool:
+def is_layers(field_type: object) -> bool:
     """Return whether a field of type `field_type` pairs layers with schemes."""
     return get_origin(field_type) is tuple and any(map(is_scheme, get_args(get_args(field_type)[0])))
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     try:
         return parse_json(text)
     except ValueError:
         return _no(text)
 
 
-def _no(text: str) -> Any:
+def _no(text: str) -> NoReturn:
     raise ValueError(text)
 
 
@@ -113,7 +113,7 @@ def describe_type(field_type: Any) -> str:
     return known.get(field_type, f"{getattr(field_type, '__name__', field_type)} (not to be written as text)")
 
 
-def field_kinds(cls: type) -> dict[str, Any]:
+def field_kinds(cls: type) -> dict[str, object]:
     """Return the declared type of every field of the dataclass `cls`, by name, in order."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -143,7 +143,7 @@ def unknown_field(name: str, given: Iterable[object], known: Iterable[str]) -> O
     return OptionError(f"scheme {name!r} has no field {', '.join(map(repr, missing))}.{hint} It has: {has}.")
 
 
-def read_fields(name: str, cls: type, text: str) -> dict[str, Any]:
+def read_fields(name: str, cls: type, text: str) -> dict[str, object]:
     """Return the fields of the scheme `name` that `text` writes: "factor=4,base=500000".
 
     Raises:
@@ -219,7 +219,7 @@ def _bare(value: str) -> str:
     return ",".join(item.strip() for item in value.strip("[]\"'").split(","))
 
 
-def scheme_and_fields(text: str, classes: Mapping[str, type]) -> tuple[str, dict[str, Any]] | None:
+def scheme_and_fields(text: str, classes: Mapping[str, type]) -> tuple[str, dict[str, object]] | None:
     """Return the name and the fields of the scheme that `text` writes; None: it names no scheme.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import nn
 from hf_posswap.errors import UnsupportedSwapError
 
 
-def is_sentence_model(model: Any) -> bool:
+def is_sentence_model(model: object) -> bool:
     """Return whether `model` is a SentenceTransformer; sentence-transformers is not imported for it.
 
     Example:

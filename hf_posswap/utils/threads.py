@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,10 +33,10 @@ def once(function: Function) -> Function:
         >>> made("Row") is made("Row")
         True
     """
-    results: dict[tuple[Any, ...], Any] = {}
+    results: dict[tuple[object, ...], object] = {}
 
     @wraps(function)
-    def remembered(*args: Any) -> Any:
+    def remembered(*args: object) -> object:
         if args not in results:
             with MAKING:  # one for all functions: they call each other
                 if args not in results:
@@ -163,7 +163,7 @@ _without_stderr: ContextVar[bool] = ContextVar("without_stderr", default=False)
 class _Stderr:
     """A stream that drops what threads in `without_stderr` write, and passes on all else."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -173,7 +173,7 @@ class _Stderr:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

@@ -11,9 +11,12 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.utils.format import said_by
+
+if TYPE_CHECKING:
+    import yaml
 
 MOST_BYTES = 2**26
 """Of a file that is read whole: several times the longest tokenizer.json or index of weights."""
@@ -92,7 +95,7 @@ def parse_json(text: str) -> Any:
 _TOO_DEEP = f"objects and lists lie more than {MOST_LEVELS} levels inside one another"
 
 
-def refuse_deep(value: Any) -> None:
+def refuse_deep(value: object) -> None:
     """Raise a ValueError where dicts and lists lie more than `MOST_LEVELS` levels inside one another in `value`."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_LEVELS + 1):
@@ -118,7 +121,7 @@ def read_bounded_json(path: Path, most: int = MOST_BYTES) -> Any:
     return parse_json(read_bounded(path, most))
 
 
-def load_yaml(text: str, loader_class: Any) -> Any:
+def load_yaml(text: str, loader_class: type[yaml.SafeLoader]) -> Any:
     """Return what the YAML `text` says.
 
     Args:
@@ -161,7 +164,7 @@ def load_yaml(text: str, loader_class: Any) -> Any:
 _YAML_TOO_DEEP = f"values lie more than {MOST_LEVELS} levels inside one another"
 
 
-def _count_values(node: Any, level: int, above: set[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _count_values(node: yaml.Node, level: int, above: set[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """Return the number of values in `node`, and of levels below it.
 
     Args:
@@ -188,7 +191,7 @@ def _count_values(node: Any, level: int, above: set[int], known: dict[int, tuple
     return count, levels
 
 
-def bounded_integer(loader: Any, node: Any) -> int:
+def bounded_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     """Return the integer of a scalar: a constructor for a loader that replaces PyYAML's.
 
     Raises:
@@ -203,7 +206,7 @@ def bounded_integer(loader: Any, node: Any) -> int:
     return int(value)
 
 
-def bounded_float(loader: Any, node: Any) -> float:
+def bounded_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     """Return the number that a scalar writes, as `bounded_integer` does."""
     import yaml
 

@@ -62,7 +62,7 @@ def header_kinds(path: Path) -> dict[str, str]:
     return {name: str(entry.get("dtype")) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} where a whole number stands")
     return value

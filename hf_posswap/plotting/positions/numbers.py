@@ -371,7 +371,7 @@ def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
     return rotated[0, 0]
 
 
-def plain(values: Any) -> Any:
+def plain(values: Any) -> object:
     """Return numbers as JSON data: NaN and infinity become None."""
     if isinstance(values, Tensor):
         return plain(values.tolist())

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.printable import brief_repr, in_lines
 from hf_posswap.utils.result_views import ResultView, short_repr
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SchemeLike = Scheme | str | Mapping[str, Any]
 """A scheme as `patch_model` takes it: an object, a name with or without fields, or a dict."""
@@ -63,7 +66,7 @@ class Drawn(ResultView):
     def __str__(self) -> str:
         return in_lines([f"{self.path}: {self.summary}", *(f"  {line}" for line in self.said)])
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"name": self.name, "path": str(self.path), "said": self.said}
 
     def _repr_html_(self) -> str:
@@ -137,7 +140,7 @@ def draw_positions(
     out: str | Path,
     *,
     pictures: Sequence[str] | str = (),
-    model: Any = None,
+    model: PreTrainedModel | None = None,
     geometry: Geometry | None = None,
     heads: int | None = None,
     dim: int | None = None,
@@ -211,7 +214,7 @@ def draw_positions(
 
 
 def _shape(
-    model: Any, geometry: Geometry | None, numbers: Mapping[str, int | None], old: Tensor | None
+    model: PreTrainedModel | None, geometry: Geometry | None, numbers: Mapping[str, int | None], old: Tensor | None
 ) -> tuple[Geometry, Tensor | None]:
     """Return the geometry to draw in, and the position table of the model, or `old`.
 

@@ -49,7 +49,7 @@ def number(
     return float(value)
 
 
-def whole(owner: str, field: str, value: Any, *, minimum: int, maximum: int) -> int:
+def whole(owner: str, field: str, value: object, *, minimum: int, maximum: int) -> int:
     """Return `value` if it is a whole number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise SchemeError(
@@ -58,21 +58,23 @@ def whole(owner: str, field: str, value: Any, *, minimum: int, maximum: int) -> 
     return value
 
 
-def length(owner: str, field: str, value: Any) -> int:
+def length(owner: str, field: str, value: object) -> int:
     """Return `value` if it is a positive whole number of tokens."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SchemeError(f"{owner}: {field} must be a whole number of tokens >= 1, got {brief_repr(value)}.")
     return value
 
 
-def choice(owner: str, field: str, value: Any, allowed: Sequence[str]) -> str:
+def choice(owner: str, field: str, value: object, allowed: Sequence[str]) -> str:
     """Return `value` if it is one of `allowed`."""
     if value not in allowed:
         raise SchemeError(f"{owner}: {field} must be one of {', '.join(map(repr, allowed))}, got {brief_repr(value)}.")
     return str(value)
 
 
-def factors(owner: str, field: str, value: Any, *, zero: bool = False, each: str = "rotary pair") -> tuple[float, ...]:
+def factors(
+    owner: str, field: str, value: object, *, zero: bool = False, each: str = "rotary pair"
+) -> tuple[float, ...]:
     """Return `value` as a tuple of finite numbers > 0, or >= 0 where `zero` is allowed, one for `each`."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise SchemeError(f"{owner}: {field} must be a list of numbers, one a {each}, got {brief_repr(value)}.")
@@ -80,7 +82,7 @@ def factors(owner: str, field: str, value: Any, *, zero: bool = False, each: str
     return tuple(number(owner, f"{field}[{i}]", item, **bound) for i, item in enumerate(value))
 
 
-def flag(owner: str, field: str, value: Any) -> bool:
+def flag(owner: str, field: str, value: object) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise SchemeError(f"{owner}: {field} must be True or False, got {brief_repr(value)}.")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_posswap.geometry import Layout
 from hf_posswap.rope_math import CosSin, rotate, widest
+
+if TYPE_CHECKING:
+    from hf_posswap.schemes.mechanism import Mechanism
 
 Turn = Callable[[Tensor], CosSin]
 Keys = Literal["raw", "rotated", "copies", "far"]
@@ -36,7 +39,7 @@ class LateTable:
 
     def __init__(self, positions: Tensor, wanted: Turn, had: Turn) -> None:
         self.positions, self.wanted, self.had = positions, wanted, had
-        self.last: tuple[Any, CosSin] | None = None
+        self.last: tuple[object, CosSin] | None = None
 
     def of(self, start: int, stop: int, dtype: torch.dtype) -> CosSin:
         """Return tables of [B or 1, 1, stop - start, R/2] for keys of `dtype`."""
@@ -143,7 +146,7 @@ class Piece:
         return rotate(key, table, self.layout)
 
 
-def pair_outside(mechanism: Any, length: int) -> tuple[int, int, int] | None:
+def pair_outside(mechanism: Mechanism, length: int) -> tuple[int, int, int] | None:
     """Return the positions of a query and a key that belong to no piece or to several, and to how many; None: no such.
 
     Positions 0 to 31, and those around each power of two up to `length`, are tried against each other.

@@ -26,7 +26,7 @@ class AnyTable(Scheme):
     def table_part(self) -> Self:
         return self
 
-    def with_table(self, table: Any) -> Any:
+    def with_table(self, table: Scheme) -> Any:
         return table
 
 

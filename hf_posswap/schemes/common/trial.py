@@ -145,7 +145,7 @@ class _Trial:
                 straight = -slopes[:, None, None] * distances[:, None].abs()
                 self._agree("slopes", straight, bias, "bias, -slope |distance|")
 
-    def _called(self, method: str, *arguments: Any) -> Any:
+    def _called(self, method: str, *arguments: object) -> Any:
         try:
             return getattr(self.mechanism, method)(*arguments)
         except PosswapError:
@@ -154,7 +154,7 @@ class _Trial:
             raise self._wrong(method, f"raises {type(error).__name__}: {error}", "a result") from error
 
     def _check(
-        self, method: str, value: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32
+        self, method: str, value: object, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32
     ) -> None:
         if not isinstance(value, Tensor):
             raise self._wrong(method, f"gives a {type(value).__name__}", "a tensor")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,11 @@ from hf_posswap.testing.contract.models import MODELS, SMALL, START, Limits, Tin
 from hf_posswap.testing.contract.pairs import Pair, by_stack, is_one, refusal
 from hf_posswap.testing.contract.point import Point, checks_of, point_of
 from hf_posswap.utils.user_paths import import_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def _defined_in(module: str, registry: Registry[Any]) -> set[str]:
     return {name for name, cls in registry.items() if _is_inside(cls.__module__, module)}
 
 
-def _values_in(module: str) -> Iterator[Any]:
+def _values_in(module: str) -> Iterator[object]:
     """Yield what a module, and those inside it that are imported, hold."""
     for name, held in list(sys.modules.items()):
         if _is_inside(name, module):
@@ -113,10 +118,10 @@ def tiny_models_of(family: str) -> dict[str, Tiny]:
     return models
 
 
-def _tiny(task: str, config: Any, model: Any) -> Tiny:
+def _tiny(task: str, config: type[PreTrainedConfig], model: type[PreTrainedModel]) -> Tiny:
     names = {field.name for field in dataclasses.fields(config)}
     causal, paired = task == "CAUSAL_LM", task == "SEQ_TO_SEQ_CAUSAL_LM"
-    values: dict[str, Any] = {"num_hidden_layers": 2} if "num_hidden_layers" in names else {}
+    values: dict[str, object] = {"num_hidden_layers": 2} if "num_hidden_layers" in names else {}
     if causal and "is_decoder" in names:
         values["is_decoder"] = True
     if paired:
@@ -170,10 +175,10 @@ class Case:
 class UnswappedPair(Pair):
     """A pair whose models stay as they are: what the stock class does by itself."""
 
-    def patch(self, model: Any, **changes: Any) -> Any:
+    def patch(self, model: PreTrainedModel, **changes: object) -> SwapPlan:
         return self.plan
 
-    def specimen(self, implementation: str | None = None) -> Any:
+    def specimen(self, implementation: str | None = None) -> PreTrainedModel:
         return self.native() if implementation is None else self.native_with(implementation)
 
 
@@ -248,7 +253,7 @@ def _cases_of_point(subject: str, label: str, pair: Pair, check: Callable[..., N
         yield _case(subject, label, pair, check, **{point.parameter: value})
 
 
-def _case(subject: str, label: str, pair: Pair, check: Callable[..., None], **parameter: Any) -> Case:
+def _case(subject: str, label: str, pair: Pair, check: Callable[..., None], **parameter: object) -> Case:
     point = point_of(check)
     where = pair.model + (f" ({pair.stack})" if pair.stack else "") + (" at attention" if pair.site != "auto" else "")
     if subject.startswith("family"):
@@ -271,7 +276,7 @@ def _case(subject: str, label: str, pair: Pair, check: Callable[..., None], **pa
     return Case(subject, where, f"{label}::{where}::{check.__name__}{values}", point.promise, run, point.ignored)
 
 
-def _stock_fails(check: Callable[..., None], pair: Pair, given: dict[str, Any]) -> bool:
+def _stock_fails(check: Callable[..., None], pair: Pair, given: dict[str, object]) -> bool:
     """Return whether the check fails on the stock class too."""
     try:
         check(UnswappedPair(pair.model, pair.scheme, pair.site, pair.stack), **given)

@@ -10,13 +10,16 @@ import inspect
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from hf_posswap.testing.tiny import tiny_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LENGTH = 32
 """Original length of every tiny model, in tokens."""
@@ -60,7 +63,7 @@ class Limits:
     mixed_precision_error: str = ""
     overflows: bool = False
     single: bool = False
-    steady: Mapping[str, Any] = field(default_factory=dict)
+    steady: Mapping[str, object] = field(default_factory=dict)
     settles_later: bool = False
     mixed_dtypes: bool = False
     thawed: frozenset[str] = frozenset()
@@ -90,7 +93,7 @@ class Tiny:
 
     model_class: str | type
     config_class: str | type
-    values: dict[str, Any]
+    values: dict[str, object]
     projections: tuple[str, ...]
     generates: bool = True
     inside: str = ""
@@ -111,13 +114,13 @@ class Tiny:
         """Return whether the forward of the stock class takes an argument of this name."""
         return argument in inspect.signature(self.stock.forward).parameters
 
-    def config(self, **changes: Any) -> Any:
+    def config(self, **changes: object) -> PreTrainedConfig:
         """Return the config, with `changes`."""
         cls = _class(self.config_class)
         values = _COMMON | self.values | changes
         return tiny_config(cls, **values) if self.shrunk else cls(**values)
 
-    def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    def build(self, seed: int = 0, **changes: object) -> PreTrainedModel:
         """Return the model, in eval mode; the same weights for the same seed.
 
         Biases and norms are made random too: a zero would hide a mistake.
@@ -133,17 +136,17 @@ class Tiny:
         return model.eval()
 
 
-def _class(named: str | type) -> Any:
+def _class(named: str | type) -> type:
     return getattr(transformers, named) if isinstance(named, str) else named
 
 
-_COMMON: dict[str, Any] = {
+_COMMON: dict[str, object] = {
     "vocab_size": VOCABULARY,
     "pad_token_id": PADDING,
     "bos_token_id": 2,
     "eos_token_id": None,  # generation runs to its full length
 }
-LLAMA: dict[str, Any] = {
+LLAMA: dict[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -153,7 +156,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": LENGTH,
     "initializer_range": 0.2,
 }
-GPT2: dict[str, Any] = {
+GPT2: dict[str, object] = {
     "n_layer": 2,
     "n_head": 4,
     "n_embd": 64,
@@ -163,7 +166,7 @@ GPT2: dict[str, Any] = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-BERT: dict[str, Any] = {
+BERT: dict[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -174,7 +177,7 @@ BERT: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0,
 }
 START = {"decoder_start_token_id": 3}
-T5: dict[str, Any] = START | {
+T5: dict[str, object] = START | {
     "d_model": 64,
     "d_kv": 16,
     "d_ff": 96,
@@ -197,7 +200,7 @@ MODELS: dict[str, Tiny] = dict(SMALL)
 """Every tiny model that a `Pair` may name; whoever has more of them adds them."""
 
 
-def copied(model: Any, way: str) -> Any:
+def copied(model: PreTrainedModel, way: str) -> PreTrainedModel:
     """Return a copy of `model` made in one of `WAYS`, in which users copy models."""
     if way == "deepcopy":
         return copy.deepcopy(model)

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +24,17 @@ from hf_posswap.schemes.base import is_sum
 from hf_posswap.testing.contract.checks import NOISE
 from hf_posswap.testing.contract.models import FIRST_WORD, LENGTH, MODELS, VOCABULARY, Limits, Tiny
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Cache, PreTrainedConfig
+
+    from hf_posswap.schemes.base import Traits
+
 EAGER_MASKS = ("mpt", "mvp")
 """Model types whose own code runs on the masks of eager attention alone."""
 
 
-def attend(model: Any, implementation: str) -> bool:
+def attend(model: PreTrainedModel, implementation: str) -> bool:
     """Have a patched model attend by `implementation`, and return whether it can be had.
 
     Where the stock attention lacks the interface, transformers refuses to choose, with a warning: the config alone
@@ -47,7 +53,7 @@ def attend(model: Any, implementation: str) -> bool:
     return True
 
 
-def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+def with_cache(module: nn.Module, cache: Cache) -> dict[str, object]:
     """Return the argument by which the forward of `module`, a model or a layer of one, is given `cache`."""
     return {cache_argument(module): cache}
 
@@ -81,7 +87,7 @@ def named(stack: str, argument: str) -> str:
     return f"decoder_{argument}" if stack == "decoder" and argument in _DECODERS_OWN else argument
 
 
-def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, object]:
     """Return what a forward is called with.
 
     Args:
@@ -105,7 +111,7 @@ def given(tiny: Tiny, stack: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return taken | {"input_ids": source, "attention_mask": torch.ones_like(source)}
 
 
-def _cache(kind: str, config: Any, length: int) -> Any:
+def _cache(kind: str, config: PreTrainedConfig, length: int) -> Cache:
     return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=length)
 
 
@@ -143,16 +149,16 @@ class Pair:
         """Return the tiny model as it was born; `changes` are of its config."""
         return self.tiny.build(**changes)
 
-    def patch(self, model: Any, **changes: Any) -> SwapPlan:
+    def patch(self, model: PreTrainedModel, **changes: object) -> SwapPlan:
         """Patch `model`, one of `native()`."""
         return swap_plan(patch_model(model, self.scheme, site=self.site, **options_for(self) | changes))
 
-    def native_with(self, implementation: str) -> Any:
+    def native_with(self, implementation: str) -> PreTrainedModel:
         """Return the tiny model with this attention, or with its only one."""
         known = implementation == "eager" or supports_sdpa(self.tiny.stock)
         return self.native(attn_implementation=implementation if known else "eager")
 
-    def swapped(self, **changes: Any) -> Any:
+    def swapped(self, **changes: object) -> Any:
         """Return a patched model of its own, free to be changed; `changes` are of its config."""
         model = self.native(**changes)
         self.patch(model)
@@ -162,11 +168,11 @@ class Pair:
         """Return a patched model that is shared between tests, attending by default: to be run, never to be changed."""
         return _specimen_of(replace(self, stack=""), implementation)
 
-    def given(self, **arguments: Any) -> dict[str, Any]:
+    def given(self, **arguments: object) -> dict[str, object]:
         """Return what a forward is called with: `arguments` of the stack that reads, and what the other one reads."""
         return given(self.tiny, self.stack, arguments)
 
-    def logits(self, model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    def logits(self, model: PreTrainedModel, ids: Tensor, **kwargs: object) -> Tensor:
         """Return the logits, of `ids` or of what the decoder reads behind them, as the function `logits` does."""
         kwargs.setdefault("attention_mask", torch.ones_like(ids))
         taken = self.given(input_ids=ids, **{k: v for k, v in kwargs.items() if v is not None})
@@ -174,7 +180,7 @@ class Pair:
         with torch.no_grad():
             return model(**taken | floating).logits
 
-    def cache(self, kind: str, config: Any, length: int = LONGER) -> Any:
+    def cache(self, kind: str, config: PreTrainedConfig, length: int = LONGER) -> Cache:
         """Return an empty cache for `length` tokens; behind an encoder it has a part for what that one says."""
         stock_cache = _cache(kind, config, length)
         if not self.tiny.paired:
@@ -220,7 +226,7 @@ class Pair:
         return self.plan.sites.stack(self.stack) if self.stack else self.plan.sites.main
 
     @property
-    def traits(self) -> Any:
+    def traits(self) -> Traits:
         """What the scheme promises."""
         return self.plan.scheme.traits
 
@@ -279,7 +285,7 @@ def options_for(pair: Pair) -> dict[str, Any]:
 
 
 @functools.cache
-def _options(pair: Pair) -> dict[str, Any]:
+def _options(pair: Pair) -> dict[str, object]:
     geometry = locate(_untouched(pair.model)).geometry
     options = stand_ins(pair.scheme, geometry)
     if is_sum(pair.scheme):
@@ -315,7 +321,7 @@ def _plan(pair: Pair) -> SwapPlan:
 
 
 @functools.cache
-def _specimen_of(pair: Pair, implementation: str | None) -> Any:
+def _specimen_of(pair: Pair, implementation: str | None) -> PreTrainedModel:
     if implementation is None:
         return pair.swapped()
     model: Any = pair.native_with(implementation)
@@ -354,7 +360,7 @@ def words(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(FIRST_WORD, VOCABULARY, (batch, length), generator=generator)
 
 
-def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+def logits(model: PreTrainedModel, ids: Tensor, **kwargs: object) -> Tensor:
     """Return the logits [B, Q, V] without gradients, unmasked unless an attention_mask is given (None: none at all)."""
     kwargs.setdefault("attention_mask", torch.ones_like(ids))
     with torch.no_grad():

@@ -33,9 +33,9 @@ class Point:
     promise: str
     only: tuple[Wanted, ...] = ()
     parameter: str = ""
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
     few: bool = False
-    few_values: tuple[Any, ...] = ()
+    few_values: tuple[object, ...] = ()
     refused: bool = False
     of_stock: bool = False
     ignored: tuple[str, ...] = ()

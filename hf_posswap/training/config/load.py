@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # TrainingArguments imports accelerate and PEFT: deferred unt
     from hf_posswap.training.config.settings import Recipe
 
 
-def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(source: str | Path | Mapping[str, object], overrides: Iterable[str] = ()) -> Recipe:
     """Return a recipe from the package, a YAML file or a mapping, with `overrides` applied.
 
     Args:
@@ -54,7 +54,7 @@ def load_recipe(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
     return make_recipe({**values, "name": values.get("name") or path.stem}, where=str(source))
 
 
-def _import(values: Mapping[str, Any]) -> None:
+def _import(values: Mapping[str, object]) -> None:
     """Import the modules that a recipe names, which register its schemes."""
     names = values.get("imports")
     for name in names if isinstance(names, list | tuple) else ():  # anything else is refused with all other values
@@ -65,7 +65,7 @@ def _import(values: Mapping[str, Any]) -> None:
                 raise ConfigError(f"imports: {error}") from error
 
 
-def check_recipe(recipe: Any, function: str) -> None:
+def check_recipe(recipe: object, function: str) -> None:
     """Raise a ConfigError if `recipe`, an argument of `function`, is not what `load_recipe` returns."""
     from hf_posswap.training.config.settings import Recipe
 
@@ -106,7 +106,7 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     return recipe
 
 
-def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, Any]:
+def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, object]:
     replaced = dict(values)
     scheme = replaced.get("scheme")
     if isinstance(scheme, str) and scheme.endswith(JSON):
@@ -126,6 +126,6 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return json.loads(json.dumps(fields | {"training": non_default_settings(recipe.training)}, default=_as_json))
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: Any) -> object:
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return dataclasses.asdict(value) if is_dataclass else str(value)

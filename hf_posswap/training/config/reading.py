@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import ConfigError, OptionError, UnknownNameError
 from hf_posswap.schemes.base import known_schemes
@@ -29,6 +29,11 @@ from hf_posswap.utils.untrusted import (
 )
 from hf_posswap.utils.user_paths import SUFFIX
 
+if TYPE_CHECKING:
+    import yaml
+
+    from hf_posswap.schemes.base import Scheme
+
 JSON = ".json"
 """The suffix of a scheme that is a file."""
 MOST_FILES = 100
@@ -43,7 +48,7 @@ _LISTS = ("sources", "stages")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-def takes_fields(scheme: Any) -> bool:
+def takes_fields(scheme: Scheme | str | None) -> bool:
     """Return whether `scheme` is text that fields can be merged into, and not a file.
 
     Example:
@@ -53,7 +58,7 @@ def takes_fields(scheme: Any) -> bool:
     return isinstance(scheme, str) and not scheme.endswith(JSON)
 
 
-def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, object]:
     """Return `scheme` as {name: ..., FIELD: VALUE}; invalid text becomes the name, so that a later check refuses it.
 
     Args:
@@ -114,7 +119,7 @@ def included_files(path: Path) -> list[Path]:
     return list(dict.fromkeys(visited[1:]))
 
 
-def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, object]:
     seen.append(path)
     included_by = f", which {shown(above[-1])} includes," if above else ""
     if len(seen) > MOST_FILES:
@@ -150,13 +155,13 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, An
         value_repr = brief_repr(included)
         raise ConfigError(f"{shown(path)}: include must be a file name or a list of them, got {value_repr}.")
     values |= _imported(path, values)
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for name in names:
         merged = merge(merged, _read(_included(path, name), chain, seen))
     return merge(merged, values)
 
 
-def _imported(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _imported(path: Path, values: dict[str, object]) -> dict[str, object]:
     """Return the modules that the recipe `path` imports: files lie in its folder, or where they say."""
     names = values.get(IMPORTS)
     if not isinstance(names, list):
@@ -186,13 +191,13 @@ def _included(path: Path, name: str) -> Path:
         raise ConfigError(f"{shown(path)}: include: {error}") from error
 
 
-def _loader() -> Any:
+def _loader() -> type[yaml.SafeLoader]:
     """Return a safe YAML loader that refuses duplicate keys, and reads 2e-5 as a number and dates as text."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node: Any = super().compose_mapping_node(anchor)
+        def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
+            node: yaml.MappingNode = super().compose_mapping_node(anchor)
             counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             twice = sorted(key for key, count in counts.items() if count > 1)
             if twice:
@@ -239,7 +244,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[Any]:
+def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[object]:
     """Return `items` with those replaced or merged that `changes` names by index, from 0; the next index adds one."""
     changed = list(items)
     for number, value in changes.items():
@@ -256,20 +261,20 @@ def _with_items(items: list[Any], changes: Mapping[str, Any], key: str) -> list[
     return changed
 
 
-def _list_index(number: object, items: list[Any]) -> int | None:
+def _list_index(number: object, items: list[object]) -> int | None:
     """Return the index into `items` that the key `number` means, or the index behind the last; None: neither."""
     text = str(number)
     known = text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= len(items)
     return int(text) if known else None
 
 
-def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _renames(old: Mapping[str, object], new: Mapping[str, object]) -> bool:
     """Return whether two mappings are schemes or adapters of different names, so that no field carries over."""
     renames = "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
     return renames or ("peft_type" in new and new["peft_type"] != old.get("peft_type", "LORA"))
 
 
-def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+def override(values: Mapping[str, object], settings: Iterable[str]) -> dict[str, object]:
     """Return `values` with each of `settings`, KEY.SUB=VALUE, applied; a VALUE is read as YAML.
 
     Items of a list are named by index: stages.0.length=64; the index behind the last item adds one.
@@ -297,7 +302,7 @@ def override(values: Mapping[str, Any], settings: Iterable[str]) -> dict[str, An
     return changed
 
 
-def _nested(setting: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(setting: str, values: Mapping[str, object]) -> dict[str, object]:
     path, equals, text = setting.partition("=")
     keys, setting_repr = path.strip().split("."), brief_repr(setting)
     if not equals or not all(keys) or len(keys) > MOST_LEVELS:

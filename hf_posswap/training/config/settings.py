@@ -199,7 +199,7 @@ class Recipe(ResultView):
     name: str | None = None
     imports: tuple[str, ...] = ()
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         swap = self.swap.scheme if isinstance(self.swap.scheme, str) else brief(self.swap.scheme)
         facts = {"name": self.name, "model": self.model.name, "scheme": swap, "max_length": self.swap.max_length}
         training = {"objective": self.objective.kind, "what": self.what, "max_steps": self.training.max_steps}

@@ -24,7 +24,7 @@ _OWN_EVALUATION = "held-out loss is measured on whole documents, one by one: `ev
 _LIGER = "Liger's rotary functions and losses would replace the swap's"
 _FSDP = "the accelerate launch file sets how weights are sharded: posswap recipes accelerate/fsdp2"
 
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED: dict[str, tuple[object, str]] = {
     "output_dir": (None, "the recipe's `out` says the folder"),
     "logging_dir": (None, "the recipe's `out` says the folder"),
     "num_train_epochs": (None, "training.max_steps sets the length: windows are cut for exactly that many steps"),
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 """Fields that a recipe fixes at one value: that value, and why another is refused."""
 
-OWN: dict[str, Any] = {
+OWN: dict[str, object] = {
     "max_steps": 1000,
     "optim": None,
     "logging_steps": 10,
@@ -113,7 +113,7 @@ _REFUSED_STARTS = {
 }  # fmt: skip
 
 
-def settings_like(name: str, cls: Any, defaults: dict[str, Any]) -> Any:
+def settings_like(name: str, cls: Any, defaults: dict[str, object]) -> type:
     """Return a frozen dataclass with the fields of `cls`, annotated with types that a YAML file can hold.
 
     Args:
@@ -140,7 +140,7 @@ def settings_like(name: str, cls: Any, defaults: dict[str, Any]) -> Any:
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__module__": __name__})
 
 
-def default_of(field: Any) -> Any:
+def default_of(field: dataclasses.Field[object]) -> object:
     """Return the default of a dataclass field, the value of an enum member; None if there is no default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -148,7 +148,7 @@ def default_of(field: Any) -> Any:
     return default.value if isinstance(default, Enum) else default
 
 
-def _yaml_annotation(hint: Any, choices: Any) -> Any:
+def _yaml_annotation(hint: object, choices: Any) -> object:
     """Return `hint` as a type that a file can hold: the values of an enum, and Any for an arbitrary class."""
     if choices:
         return Literal[tuple(choices)]
@@ -171,13 +171,13 @@ else:
     _fixed = {name: used for name, (used, _) in REFUSED.items()}
     TrainingSettings = settings_like("TrainingSettings", TrainingArguments, OWN | _fixed)
 
-THEIRS: dict[str, Any] = {
+THEIRS: dict[str, object] = {
     field.name: default_of(field) for field in dataclasses.fields(TrainingArguments) if field.init
 }
 """The defaults of transformers' TrainingArguments."""
 
 
-def non_default_settings(settings: TrainingSettings) -> dict[str, Any]:
+def non_default_settings(settings: TrainingSettings) -> dict[str, object]:
     """Return the settings that differ from what transformers does by default.
 
     Example:
@@ -192,7 +192,7 @@ def non_default_settings(settings: TrainingSettings) -> dict[str, Any]:
     }
 
 
-def result_settings(settings: TrainingSettings) -> dict[str, Any]:
+def result_settings(settings: TrainingSettings) -> dict[str, object]:
     """Return the settings that affect the trained weights, and not how a run is logged, saved and executed.
 
     Example:
@@ -229,7 +229,7 @@ _REFUSED_TYPES = {
 }
 
 
-def read_peft(values: Mapping[str, Any] | None, problems: Problems) -> dict[str, Any] | None:
+def read_peft(values: Mapping[str, object] | None, problems: Problems) -> dict[str, object] | None:
     """Return the fields of a PEFT config in `values`, with `peft_type`; None if `values` is None.
 
     Args:
@@ -269,7 +269,7 @@ def read_peft(values: Mapping[str, Any] | None, problems: Problems) -> dict[str,
 
 
 @cache
-def _peft_configs() -> dict[str, Any]:
+def _peft_configs() -> dict[str, object]:
     import_peft()
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 

@@ -12,10 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.utils.printable import brief_repr, printable
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 _TRAINING = {
     "optimizer.steps": "max_steps",
@@ -146,7 +150,7 @@ OLD: dict[str, tuple[str, str]] = {
 T = TypeVar("T")
 
 
-def read(cls: type[T], values: Any, problems: Problems, key: str = "") -> T:
+def read(cls: type[T], values: object, problems: Problems, key: str = "") -> T:
     """Return an instance of the dataclass `cls` from `values`; invalid values go to `problems` and keep their default.
 
     Args:
@@ -207,7 +211,7 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(list[cls], config=config)  # type: ignore[valid-type]  # a dataclass alone takes no config
 
 
-def _errors_by_location(error: Any, values: Any) -> dict[Location, list[str]]:
+def _errors_by_location(error: ValidationError, values: Any) -> dict[Location, list[str]]:
     """Return what was expected at each location, with all alternatives of a union; [] for an unknown key."""
     expected_at: dict[Location, list[str]] = {}
     for detail in error.errors(include_url=False):
@@ -221,7 +225,7 @@ def _errors_by_location(error: Any, values: Any) -> dict[Location, list[str]]:
     return expected_at
 
 
-def _within(values: Any, location: Location) -> tuple[Location, Any]:
+def _within(values: Any, location: Location) -> tuple[Location, object]:
     """Return the prefix of `location` that exists in `values`, without pydantic's names for union members."""
     prefix: Location = ()
     for key in location:
@@ -232,7 +236,7 @@ def _within(values: Any, location: Location) -> tuple[Location, Any]:
     return prefix, values
 
 
-def _expected(error: Any) -> str:
+def _expected(error: ErrorDetails) -> str:
     error_type, context = error["type"], error.get("ctx", {})
     if error_type == "literal_error":
         return str(context["expected"]).replace("'", "")
@@ -241,7 +245,7 @@ def _expected(error: Any) -> str:
     return _EXPECTED_TEXTS.get(error_type.partition("_")[0], error["msg"].removeprefix("Input should be "))
 
 
-def _booleans_as_numbers(given: Any, parsed: Any) -> Iterator[Location]:
+def _booleans_as_numbers(given: object, parsed: object) -> Iterator[Location]:
     """Yield the locations where pydantic read true or false as a number."""
     if isinstance(given, bool) and not isinstance(parsed, bool) and isinstance(parsed, int | float):
         yield ()
@@ -290,7 +294,7 @@ def named(location: Location, key: str = "") -> str:
     return f"{key}{suffix}".removeprefix(".")
 
 
-def _report_unknown(cls: Any, location: Location, value: Any, problems: Problems, key: str) -> None:
+def _report_unknown(cls: type, location: Location, value: object, problems: Problems, key: str) -> None:
     """Report an unknown key with its replacement, or with the known key of the closest spelling."""
     key_text, name = named(location, key), str(location[-1])
     if key_text in SECTIONS and isinstance(value, Mapping) and value:

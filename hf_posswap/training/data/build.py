@@ -58,8 +58,8 @@ class TokenData:
     collate: Collate
     held_out: Sequence[np.ndarray]
     held_out_counted: Sequence[np.ndarray] | None
-    summary: dict[str, Any]
-    identity: dict[str, Any]
+    summary: dict[str, object]
+    identity: dict[str, object]
 
     @property
     def lengths(self) -> dict[int, TokenWindows]:
@@ -321,8 +321,8 @@ def _long_documents(settings: DataSettings, stores: Sequence[TokenStore]) -> lis
     return documents
 
 
-def _identity(train: TokenWindows, settings: DataSettings, held_out: Sequence[TokenStore]) -> dict[str, Any]:
-    digests: dict[str, Any] = {}
+def _identity(train: TokenWindows, settings: DataSettings, held_out: Sequence[TokenStore]) -> dict[str, object]:
+    digests: dict[str, object] = {}
     for number, (source, train_store, held_out_store) in enumerate(
         zip(settings.sources, train.stores, held_out, strict=True), 1
     ):
@@ -521,7 +521,7 @@ def _summary(
     lengths: list[TokenWindows],
     held_out: Sequence[TokenStore],
     left_out: list[dict[str, int]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     rows = []
     for number, (source, held_out_store) in enumerate(zip(settings.sources, held_out, strict=True)):
         store, cut = lengths[0].stores[number], lengths[0].cuts[number]

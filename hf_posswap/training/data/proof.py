@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,16 @@ from hf_posswap.errors import DataError
 from hf_posswap.training.data.build import TokenData
 from hf_posswap.training.data.windows import Collate, TokenWindows
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 _AROUND = 32  # tokens on each side of the border between two pieces
 _TRIES = 256
 _NOISE = 1e-5
 
 
-def prove_packing(model: Any, data: TokenData) -> None:
+def prove_packing(model: PreTrainedModel, data: TokenData) -> None:
     """Check on the model that attention crosses only the borders that it should, and that positions have an effect.
 
     Changes one token before the border between two pieces and compares the logits; then removes the positions or the
@@ -35,7 +39,7 @@ def prove_packing(model: Any, data: TokenData) -> None:
         _prove(model, windows, data.collate)
 
 
-def _prove(model: Any, windows: TokenWindows, collate: Collate) -> None:
+def _prove(model: PreTrainedModel, windows: TokenWindows, collate: Collate) -> None:
     packing = windows.packing
     item_and_border = None if packing in ("none", "concatenated") else _border(windows)
     if item_and_border is None:
@@ -55,7 +59,7 @@ def _prove(model: Any, windows: TokenWindows, collate: Collate) -> None:
         raise DataError(f"packing {packing!r} on {type(model).__name__}: {problem} Use packing 'none'.")
 
 
-def _leak_problem(model: Any, batch: dict[str, Any], border: int) -> str | None:
+def _leak_problem(model: PreTrainedModel, batch: dict[str, Any], border: int) -> str | None:
     """Return how the document after the border is computed differently than alone, or None."""
     packed_logits = _logits(model, batch)
     if _differ(_logits(model, _with_another_token(batch, border))[border:], packed_logits[border:], _NOISE):
@@ -71,7 +75,7 @@ def _leak_problem(model: Any, batch: dict[str, Any], border: int) -> str | None:
     return None
 
 
-def _jump_problem(model: Any, batch: dict[str, Any], border: int) -> str | None:
+def _jump_problem(model: PreTrainedModel, batch: dict[str, Any], border: int) -> str | None:
     """Return what is wrong with the jump of positions at the border, or None."""
     logits = _logits(model, batch)
     if not _differ(_logits(model, _with_another_token(batch, border))[border:], logits[border:], _NOISE):
@@ -88,7 +92,7 @@ def _jump_problem(model: Any, batch: dict[str, Any], border: int) -> str | None:
     return None
 
 
-def _logits(model: Any, batch: dict[str, Any]) -> Tensor:
+def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).logits[0].float()  # [L, V]
 
 
@@ -125,7 +129,7 @@ def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _measuring(model: Any) -> Iterator[None]:
+def _measuring(model: PreTrainedModel) -> Iterator[None]:
     training = model.training
     model.eval()
     try:

@@ -120,13 +120,13 @@ def _documents(source: Source, chats: bool) -> Iterator[tuple[Document, bool | N
             yield from ((document, None) for document in file_documents(path, source.column, chats=chats))
 
 
-def source_identity(source: Source) -> dict[str, Any]:
+def source_identity(source: Source) -> dict[str, object]:
     """Return what identifies the documents of `source`, as JSON: sizes and times of files, or the name of a data set.
 
     Raises:
         DataError: a path does not exist.
     """
-    identity: dict[str, Any] = {"column": source.column, "documents": source.documents}
+    identity: dict[str, object] = {"column": source.column, "documents": source.documents}
     if source.path == PYTHON:
         return identity | {"corpus": python_corpus().digest}
     if (data_set := hub_text(source.path)) is not None:

@@ -79,7 +79,12 @@ class Work:
 
 
 def work_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor], result: Any
+    func: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    result: object,
 ) -> Work:
     """Return the work of the operator `func`.
 
@@ -123,7 +128,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     count: Any = _ATTENTION_FLOPS.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
     if count is None:
         return 0
@@ -133,11 +138,13 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return full // 2 if causal else full  # causal attention needs half of the scores
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     return int(sdpa_flop_count(query.shape, _expanded_shape(query, key), _expanded_shape(query, value)))
 
 
-def _attention_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward_flops(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> int:
     shapes = (query.shape, _expanded_shape(query, key), _expanded_shape(query, value))
     return int(sdpa_backward_flop_count(gradient.shape, *shapes))
 
@@ -207,13 +214,13 @@ class Meter(Watch):
             watch.detach()
         return self.memory
 
-    def resized(self, storage: Any) -> None:
+    def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized."""
         key = storage_key(storage)
         if key in self._sizes:
             self._count(key, storage.nbytes())
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if is_nested():
             return result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,13 +36,24 @@ from hf_posswap.training.engine.preparing import chosen_scheme, swap_arguments
 from hf_posswap.training.trainable import prepare_trainable
 from hf_posswap.utils.auto_classes import TRUST
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from hf_posswap.families import Sites
+
 _PACKED = 4
 """Documents in a window with packing."""
 _DOCUMENTS = 8
 
 
 def synthetic_windows(
-    settings: DataSettings, config: Any, *, causal: bool, scheme_length: int, first_position: int, dtype: torch.dtype
+    settings: DataSettings,
+    config: PreTrainedConfig,
+    *,
+    causal: bool,
+    scheme_length: int,
+    first_position: int,
+    dtype: torch.dtype,
 ) -> TokenData:
     """Return full windows: of one long document each, or of four packed documents.
 
@@ -89,11 +100,11 @@ class FakeModel:
         sites: position sites of the unswapped model.
     """
 
-    model: Any
+    model: PreTrainedModel
     mode: Any
     teacher: Any
     plan: SwapPlan | None
-    sites: Any
+    sites: Sites
 
 
 def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:

@@ -131,7 +131,7 @@ class Prediction(ResultView):
     card: Card | None
     max_steps: int = 1
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         gpu, tokens = None if self.card is None else self.card.name, self.tokens
         return {"phase": self.phase, "gpu": gpu, "fits": self.fits, "peak": human_bytes(self.peak), "tokens": tokens}
 

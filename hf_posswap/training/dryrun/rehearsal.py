@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
 from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.threads import PROCESS, ignored_warnings
+
+if TYPE_CHECKING:
+    pass
 
 _BATCHES = 2
 """Most batches run per step: those between the first and the last cost as much as the first."""
@@ -153,7 +156,9 @@ class _DryTrainer(PosswapTrainer):
 
     fake_step: FakeStep
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
         """Create the schedule, after giving the optimizer the sharded weights.
 
         accelerate matches weights by data pointer, and fake weights have none.
@@ -168,7 +173,11 @@ class _DryTrainer(PosswapTrainer):
             return super().training_step(*args, **kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, object],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         loss = self.objective(model, inputs, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
@@ -182,7 +191,7 @@ class Marks(TrainerCallback):
         teacher: the unswapped model; None: there is none.
     """
 
-    def __init__(self, trainer: PosswapTrainer, teacher: Any) -> None:
+    def __init__(self, trainer: PosswapTrainer, teacher: nn.Module) -> None:
         self.trainer, self.teacher = trainer, teacher
         self.meter = Meter(self._kinds)
         self._parameters: list[Tensor] = []
@@ -192,7 +201,7 @@ class Marks(TrainerCallback):
         self._steps: list[Work] = []
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         model = self.trainer.model_wrapped
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
@@ -201,7 +210,7 @@ class Marks(TrainerCallback):
             model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
         self.meter.hold([*map(_local, self._parameters), *self._buffers, *teacher_tensors])
 
-    def _send(self, bucket: Any) -> Any:
+    def _send(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
         """Count the bytes that DDP sends, and return the bucket: the fake group returns nothing."""
         gradients = bucket.buffer()
         self.meter.work.sent += ring_bytes(ALL_REDUCE, gradients.numel() * gradients.element_size())
@@ -210,7 +219,7 @@ class Marks(TrainerCallback):
         return done
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if state.global_step == 1:
             self.meter.begin()
@@ -218,16 +227,18 @@ class Marks(TrainerCallback):
         self._before = self.meter.work.copy()
 
     def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._batches[-1].append(self._since())
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._batches[-1].append(self._since())
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._steps.append(self._since())
 
     def _since(self) -> Work:

@@ -132,7 +132,7 @@ class DryRun(ResultView):
     change: Change | None = None
     changed: tuple[Prediction, ...] = ()
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         change = None if self.change is None else self.change.said
         peaks = [human_bytes(prediction.peak) for prediction in self.predictions]
         return {"fits": self.fits, "phases": len(self.predictions), "peaks": peaks, "change": change}

@@ -8,7 +8,7 @@ backends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -116,7 +116,7 @@ class FakeStep(Watch):
         finally:
             self._in_step = previous
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake = any(map(is_fake, tensors_in(args, kwargs)))
         if fake and reads_number(func):
             tensor = args[0]
@@ -133,11 +133,11 @@ class FakeStep(Watch):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _is_unfilled(self, func: Any, kwargs: dict[str, Any]) -> bool:
+    def _is_unfilled(self, func: Callable[..., object], kwargs: dict[str, Any]) -> bool:
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return func in _UNFILLED and dtype.is_floating_point
 
-    def _is_large(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_large(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         if writes(func) or needs_values(func):
             return False
         with self.mode:

@@ -35,7 +35,7 @@ _REFUSED_KEYS = {
 _OLD_NAME = "gradient_checkpointing"
 
 
-def configuration(given: str | dict[str, Any]) -> dict[str, Any]:
+def configuration(given: str | dict[str, object]) -> dict[str, object]:
     """Return the configuration `given`, or the one in the file `given`.
 
     Raises:
@@ -82,7 +82,7 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
-def decided_settings(config: dict[str, Any]) -> dict[str, Any]:
+def decided_settings(config: dict[str, Any]) -> dict[str, object]:
     """Return the keys and values of `training` that a configuration sets.
 
     Example:
@@ -163,7 +163,7 @@ def on_cpu(recipe: Recipe) -> bool:
     return recipe.training.use_cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
 
-def _with_checkpointing(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+def _with_checkpointing(values: dict[str, Any], recipe: Recipe) -> dict[str, object]:
     """Return `values` with activation checkpointing under the name that this transformers uses.
 
     Raises:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -31,6 +31,10 @@ from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.atomic_io import read_json, read_object, write_json
 from hf_posswap.utils.digests import weights_digest
 from hf_posswap.utils.format import said_by
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _WRITER_MESSAGES = ("os error", "inline_container", "PytorchStreamWriter", "No space left")
@@ -57,7 +61,7 @@ def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     return identity | ({"sharding": launch.sharding} if launch.sharding else {})
 
 
-def base_identity(model: Any) -> dict[str, Any]:
+def base_identity(model: PreTrainedModel) -> dict[str, Any]:
     """Return the identity of the model that a training starts from: its config, and a digest of its weights.
 
     Args:
@@ -94,7 +98,7 @@ def _is_about_writing(error: Exception) -> bool:
     return not isinstance(error, OSError) and any(text in str(error) for text in _WRITER_MESSAGES)
 
 
-def load_weights(model: Any, folder: Path) -> None:
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Load the weights in `folder` into `model`; adapter weights into a PEFT model.
 
     Args:
@@ -135,14 +139,14 @@ def load_weights(model: Any, folder: Path) -> None:
         )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Resume from another checkpoint.") from error
 
 
-def _load_adapter(model: Any, folder: Path) -> None:
+def _load_adapter(model: PreTrainedModel, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     if not (folder / _ADAPTER).is_file():
@@ -250,7 +254,7 @@ def problem_of(checkpoint: Path) -> str | None:
     return None
 
 
-def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
     """Return the differences of two JSON values: key, old, new.
 
     Example:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,10 @@ from hf_posswap.training.trainer_proof import versions
 from hf_posswap.utils.atomic_io import read_json, read_object, write_json, write_text
 from hf_posswap.utils.format import interval_text
 from hf_posswap.utils.user_paths import expand_home, without_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 """Files that hold a record: its key, and the key of the swap."""
@@ -93,7 +97,7 @@ def leave_record(
     return record
 
 
-def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | None]:
+def held_out_loss(recipe: Recipe, run: Run, model: PreTrainedModel) -> dict[str, float | None]:
     """Return the loss at each length of the recipe; None for a length beyond the model's.
 
     Without lengths in the recipe, one is chosen (`own_length`), but encoders and sharded models are not measured.
@@ -116,7 +120,7 @@ def held_out_loss(recipe: Recipe, run: Run, model: Any) -> dict[str, float | Non
     return {str(length): loss_by_length.get(length) for length in lengths}
 
 
-def kept_of_base(recipe: Recipe, run: Run, model: Any, tokens: int) -> dict[str, Any] | None:
+def kept_of_base(recipe: Recipe, run: Run, model: PreTrainedModel, tokens: int) -> dict[str, Any] | None:
     """Return how much of the base a distilled model keeps in the base's window; None: that is not measured.
 
     "kept" is exp(the base's loss less the model's), the base's perplexity divided by the model's: the share of the
@@ -152,7 +156,7 @@ def kept_of_base(recipe: Recipe, run: Run, model: Any, tokens: int) -> dict[str,
     return {"length": length, "documents": min(read, recipe.evaluation.documents), "tokens": tokens} | loss
 
 
-def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None) -> list[dict[str, Any]]:
+def held_out_vectors(recipe: Recipe, run: Run, model: PreTrainedModel, *, reach: int | None) -> list[dict[str, object]]:
     """Return the similarity of an encoder's vectors to those of its base, a row per length.
 
     Causal and sharded models are not measured.
@@ -179,18 +183,18 @@ def held_out_vectors(recipe: Recipe, run: Run, model: Any, *, reach: int | None)
     return run.services.near(*placed, tokenizer, long[: recipe.evaluation.documents], lengths)
 
 
-def _held_out(recipe: Recipe, *, causal: bool) -> tuple[Any, TokenData]:
+def _held_out(recipe: Recipe, *, causal: bool) -> tuple[object, TokenData]:
     """Return the tokenizer, and data with the held-out documents, uncut."""
     tokenizer = load_recipe_tokenizer(recipe)
     plain = dataclasses.replace(recipe.data, packing="none", separator=None, cut=(1,))
     return tokenizer, build_data(plain, tokenizer, causal=causal, scheme_length=plain.length)
 
 
-def _on_device(model: Any, recipe: Recipe) -> Any:
+def _on_device(model: nn.Module, recipe: Recipe) -> Any:
     return model if on_cpu(recipe) else model.to("cuda" if torch.cuda.is_available() else "mps")
 
 
-def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
+def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, object]:
     """Verify and measure the saved model, write the report, and push if requested; return the report.
 
     A second call repeats only a push that failed.
@@ -202,7 +206,7 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
         saved: folder of the finished model.
     """
     path = run.folder / REPORT
-    report: dict[str, Any] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
+    report: dict[str, object] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
     if recipe.training.push_to_hub and "pushed" not in report:
         training, trusted = recipe.training, recipe.model.trust_remote_code
         assert training.hub_model_id is not None
@@ -248,7 +252,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     return report
 
 
-def _write(run: Run, report: dict[str, Any]) -> None:
+def _write(run: Run, report: dict[str, object]) -> None:
     write_text(run.folder / "report.md", as_markdown(report))
     write_json(run.folder / REPORT, report)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +17,9 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.config.settings import SwapSettings
 from hf_posswap.training.data.windows import TokenWindows
 from hf_posswap.training.engine.services import Services
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def first_windows(windows: TokenWindows, count: int, length: int) -> list[np.ndarray]:
@@ -38,7 +41,7 @@ def first_windows(windows: TokenWindows, count: int, length: int) -> list[np.nda
 
 
 def check_start(
-    model: Any, scheme: Scheme | None, plan: SwapPlan | None, swap: SwapSettings, services: Services
+    model: PreTrainedModel, scheme: Scheme | None, plan: SwapPlan | None, swap: SwapSettings, services: Services
 ) -> None:
     """Refuse a centring or fit that the unswapped `model` does not support, before anything is changed.
 
@@ -65,7 +68,7 @@ def check_start(
             services.check_fit(model, plan.scheme if isinstance(scheme, RotaryScheme) else scheme)
 
 
-def centre(model: Any) -> Tensor:
+def centre(model: PreTrainedModel) -> Tensor:
     """Move the mean of the table of `model` into its token embeddings, and return it [E].
 
     Raises:
@@ -75,7 +78,7 @@ def centre(model: Any) -> Tensor:
         return centre_table(model)
 
 
-def fit_scheme(model: Any, scheme: Scheme, rows: list[np.ndarray], services: Services) -> Scheme:
+def fit_scheme(model: PreTrainedModel, scheme: Scheme, rows: list[np.ndarray], services: Services) -> Scheme:
     """Return `scheme` for the swap of `model`, with the biases of alibi and t5 fitted."""
     if isinstance(scheme, RotaryScheme):
         return scheme

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenWindows
 from hf_posswap.training.engine.objectives import whole_loss
 from hf_posswap.training.engine.sentences import Pooling, all_vectors, distance
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 _ROWS = 2
 _CHUNK = 512
@@ -49,7 +53,7 @@ class FirstLoss:
         return math.log(self.vocabulary)
 
 
-def check_reads_text(model: Any, kind: str) -> None:
+def check_reads_text(model: PreTrainedModel, kind: str) -> None:
     """Refuse a model that does not read text alone, or lacks the vocabulary head that `kind` needs.
 
     Args:
@@ -77,7 +81,7 @@ def check_reads_text(model: Any, kind: str) -> None:
         )
 
 
-def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None = None) -> float:
+def probe(model: PreTrainedModel, batch: dict[str, Any], *, causal: bool, plain: int | None = None) -> float:
     """Return the mean loss of `model` on two rows of `batch`, in eval mode, without a gradient.
 
     Args:
@@ -99,7 +103,7 @@ def probe(model: Any, batch: dict[str, Any], *, causal: bool, plain: int | None 
         model.train(training)
 
 
-def _loss(model: Any, rows: dict[str, Any], causal: bool) -> Tensor:
+def _loss(model: PreTrainedModel, rows: dict[str, Any], causal: bool) -> Tensor:
     """Return the chunked loss, or the loss from all logits for models that do not support chunks."""
     try:
         return (causal_loss if causal else masked_loss)(model, rows, chunk=_CHUNK)
@@ -259,7 +263,7 @@ def windows_with_loss(windows: Sequence[dict[str, Tensor]] | TokenWindows, most:
 class Start(Protocol):
     """Measurements of the unswapped model."""
 
-    def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
+    def check(self, model: PreTrainedModel, plan: SwapPlan | None, above: float | None) -> str:
         """Return a sentence on the swapped `model` if it starts as `plan` predicts; raise a TrainingError otherwise.
 
         Args:
@@ -270,7 +274,7 @@ class Start(Protocol):
 
 
 def measure_start(
-    recipe: Recipe, model: Any, batch: dict[str, Any], *, causal: bool, window: int, pooling: Pooling | None
+    recipe: Recipe, model: PreTrainedModel, batch: dict[str, Any], *, causal: bool, window: int, pooling: Pooling | None
 ) -> Start:
     """Measure the unswapped `model` on `batch`, up to its window.
 
@@ -289,12 +293,12 @@ def measure_start(
 
 
 class _Loss:
-    def __init__(self, model: Any, batch: dict[str, Any], causal: bool, window: int) -> None:
+    def __init__(self, model: PreTrainedModel, batch: dict[str, Any], causal: bool, window: int) -> None:
         self.batch, self.causal, self.window = batch, causal, window
         before = probe(model, batch, causal=causal, plain=window)
         self.before = FirstLoss(before, model.config.get_text_config().vocab_size)
 
-    def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
+    def check(self, model: PreTrainedModel, plan: SwapPlan | None, above: float | None) -> str:
         loss = probe(model, self.batch, causal=self.causal)
         plain = probe(model, self.batch, causal=self.causal, plain=self.window)
         return check_first_loss(loss, plain, self.before, plan, above)
@@ -303,11 +307,11 @@ class _Loss:
 class _Vectors:
     """Measures how far the swap moves the vectors of texts."""
 
-    def __init__(self, model: Any, batch: dict[str, Any], pooling: Pooling, window: int) -> None:
+    def __init__(self, model: nn.Module, batch: dict[str, Any], pooling: Pooling, window: int) -> None:
         self.batch, self.pooling, self.window = batch, pooling, window
         self.before = all_vectors(model, pooling, batch, plain=window)
 
-    def check(self, model: Any, plan: SwapPlan | None, above: float | None) -> str:
+    def check(self, model: PreTrainedModel, plan: SwapPlan | None, above: float | None) -> str:
         moved = distance(all_vectors(model, self.pooling, self.batch, plain=self.window), self.before)
         message = f"the swap moved the vectors of texts by {moved:.3f} (1 - cosine)"
         if math.isfinite(moved) and (above is None or moved <= above):

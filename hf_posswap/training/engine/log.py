@@ -93,7 +93,7 @@ class Watch(TrainerCallback):
         """Seconds of training, over all sessions in the log."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._before = max((entry.get("seconds", 0.0) for entry in self.log.entries()), default=0.0)
         self._began, self._first = time.monotonic(), state.global_step
@@ -101,12 +101,19 @@ class Watch(TrainerCallback):
             self._task = self._stack.enter_context(self.reporter.task(self.label, state.max_steps))
             self._task.skip(state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._task is not None:
             self._task.advance(self.tokens, self._loss, more=self._more)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         self._tick()
         if not logs or "loss" not in logs:
@@ -127,14 +134,19 @@ class Watch(TrainerCallback):
         )
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         losses = [(name.partition("loss_at_")[2], nll) for name, nll in (metrics or {}).items()]
         loss_by_length = {length: nll for length, nll in losses if length}
         self.log.write({"step": state.global_step, "nll": loss_by_length})
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._tick()
 
@@ -176,7 +188,7 @@ def tensorboard_callback(folder: Path, after: int = 0) -> TrainerCallback:
 
 
 def draw_losses(
-    curves: Sequence[tuple[str, list[dict[str, Any]]]],
+    curves: Sequence[tuple[str, list[dict[str, object]]]],
     path: Path,
     *,
     below: str,

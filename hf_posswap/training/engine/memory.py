@@ -6,12 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.format import human_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Values per token that a layer keeps for its backward, in multiples of the hidden and the inner width, as measured on
 # small models (tests/training/engine/test_memory.py); frozen matrices do not keep their inputs.
@@ -66,7 +69,13 @@ class TrainingNeed:
 
 
 def training_need(
-    model: Any, recipe: Recipe, launch: Launch, *, biased: tuple[int, ...], chunk: int, teacher: Any = None
+    model: Any,
+    recipe: Recipe,
+    launch: Launch,
+    *,
+    biased: tuple[int, ...],
+    chunk: int,
+    teacher: PreTrainedModel | None = None,
 ) -> TrainingNeed:
     """Return the memory that training `model` by `recipe` needs.
 
@@ -121,7 +130,7 @@ def training_need(
     )
 
 
-def _targets(recipe: Recipe, config: Any, states: int, tokens: int, size: int) -> int:
+def _targets(recipe: Recipe, config: PreTrainedConfig, states: int, tokens: int, size: int) -> int:
     """Return the bytes of the unswapped model's states, and of both models' queries, keys and values, that are held."""
     distill, total = recipe.objective.distill, 0
     if recipe.objective.kind != "distill":
@@ -142,7 +151,7 @@ def _offloads(recipe: Recipe) -> bool:
     return any(isinstance(options, Mapping) and bool(options.get("offload")) for options in option_dicts)
 
 
-def _layer_states(config: Any, recipe: Recipe) -> int:
+def _layer_states(config: PreTrainedConfig, recipe: Recipe) -> int:
     """Return the values per token that one layer keeps for its backward."""
     hidden = config.hidden_size
     names = ("intermediate_size", "n_inner", "ffn_dim")
@@ -153,7 +162,7 @@ def _layer_states(config: Any, recipe: Recipe) -> int:
     return of_hidden * hidden + (of_inner + (activation in _COMPOSED)) * inner
 
 
-def _logits(model: Any, config: Any, tokens: int, chunk: int, *, copies: int) -> int:
+def _logits(model: PreTrainedModel, config: PreTrainedConfig, tokens: int, chunk: int, *, copies: int) -> int:
     logits_bytes = copies * min(chunk or tokens, tokens) * config.vocab_size * _FLOAT
     head = model.get_output_embeddings()
     if not chunk or head is None or not head.weight.requires_grad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -14,6 +14,9 @@ from hf_posswap.training.config import SENTENCES, ObjectiveSettings
 from hf_posswap.training.distill import distillation_loss
 from hf_posswap.training.engine.sentences import Around, Pooling, contrastive_loss, embedding_loss
 from hf_posswap.training.longce import longce_loss
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Objective = Callable[[Any, dict[str, Any], Tensor | int | None], Tensor]
 """From a model, its forward arguments with `labels` [B, L], and the number of counted tokens, to the loss."""
@@ -69,7 +72,7 @@ def make_objective(
     return lambda model, inputs, items: loss(model, inputs, chunk=chunk, num_items=items)
 
 
-def whole_loss(model: Any, inputs: dict[str, Any], items: Tensor | int | None, *, causal: bool) -> Tensor:
+def whole_loss(model: nn.Module, inputs: dict[str, Any], items: Tensor | int | None, *, causal: bool) -> Tensor:
     """Return the cross-entropy from the logits of the whole batch, [B, L, V] at once.
 
     Args:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,11 @@ from hf_posswap.compat.accelerate_state import shard_by_fsdp
 from hf_posswap.errors import ConfigError, UnsupportedSwapError
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.arguments import SAME, configuration, decided_settings, on_cpu, problem_of, stage_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hf_posswap.schemes.base import Scheme
 
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 FSDP = "ACCELERATE_USE_FSDP"
@@ -98,7 +103,7 @@ def launched_file() -> str | None:
     return None if path.lower() == "none" else path
 
 
-def launched_deepspeed() -> dict[str, Any]:
+def launched_deepspeed() -> dict[str, object]:
     """Return the DeepSpeed settings of accelerate's file as a configuration of DeepSpeed."""
     path = launched_file()
     if path is not None:
@@ -140,7 +145,7 @@ def _number(name: str, default: int) -> int:
     return int(value) if value.isdigit() else default
 
 
-def shard_on_cpus(accelerator: Any) -> bool:
+def shard_on_cpus(accelerator: Accelerator) -> bool:
     """Turn FSDP2 on if a launcher requested it and accelerate chose DDP because there are only CPUs.
 
     Args:
@@ -170,7 +175,7 @@ def collator_of(launch: Launch, collate: Collate) -> Collate:
     if launch.ulysses == 1:
         return collate
 
-    def with_positions(items: list[Any]) -> dict[str, Any]:
+    def with_positions(items: list[object]) -> dict[str, Any]:
         batch = collate(items)
         tokens = batch["input_ids"]  # [B, L]
         return {"position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()} | batch
@@ -264,7 +269,7 @@ def _precision(recipe: Recipe) -> str:
     return "bf16" if recipe.training.bf16 else "fp16" if recipe.training.fp16 else "no"
 
 
-def refuse_silent_errors(recipe: Recipe, scheme: Any, launch: Launch) -> None:
+def refuse_silent_errors(recipe: Recipe, scheme: Scheme | None, launch: Launch) -> None:
     """Refuse what would be silently wrong under `launch`.
 
     Args:
@@ -293,7 +298,7 @@ def refuse_on_cpu(recipe: Recipe, launch: Launch) -> None:
         )
 
 
-def _splitting(recipe: Recipe, scheme: Any, launch: Launch) -> str | None:
+def _splitting(recipe: Recipe, scheme: Scheme | None, launch: Launch) -> str | None:
     if launch.context == launch.ulysses == 1:
         return None
     shards = launch.context * launch.ulysses

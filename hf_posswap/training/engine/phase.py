@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 from transformers.integrations import TensorBoardCallback
@@ -35,6 +35,9 @@ from hf_posswap.training.engine.trainer import (
 )
 from hf_posswap.training.trainable import parameter_groups
 from hf_posswap.utils.atomic_io import read_object, write_json
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 DONE = "done.json"
 MODEL = "model"
@@ -210,7 +213,7 @@ def _resume_logs(trainer: PosswapTrainer, checkpoint: Path | None, folder: Path,
         trainer.add_callback(tensorboard_callback(folder / "tensorboard", after=step))
 
 
-def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: RunLog) -> list[Any]:
+def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: RunLog) -> list[TrainerCallback]:
     recipe, stage = phase.recipe, phase.stage
     callbacks: list[Any] = [LossExplosionCallback(recipe.gates, trainer.last_good)]
     if recipe.swap.gradual_steps:

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +49,12 @@ from hf_posswap.training.engine.services import Services
 from hf_posswap.training.trainable import prepare_trainable
 from hf_posswap.utils.auto_classes import TRUST
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_posswap.families import Sites
+
 _PROBED = 4096
 """Most tokens of a window that the checks read."""
 
@@ -70,8 +76,8 @@ class Prepared:
         messages: of the checks.
     """
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     data: TokenData
     objective: Objective
     plan: SwapPlan | None
@@ -181,13 +187,13 @@ def prepare(
     return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, messages)
 
 
-def _recovery(model: Any, data: TokenData, length: int) -> tuple[dict[str, torch.Tensor], float]:
+def _recovery(model: PreTrainedModel, data: TokenData, length: int) -> tuple[dict[str, torch.Tensor], float]:
     """Return `length` tokens of held-out documents, and the loss of the unswapped `model` on two of them."""
     short = short_windows(data.held_out, length, data.held_out_counted)
     return short, probe(model, short, causal=True)
 
 
-def _move_to_gpu(model: Any, recipe: Recipe, launch: Launch, services: Services) -> None:
+def _move_to_gpu(model: nn.Module, recipe: Recipe, launch: Launch, services: Services) -> None:
     """Move `model` to its GPU, if it fits there unsharded, so that the checks are fast."""
     if on_cpu(recipe) or launch.shards or not torch.cuda.is_available():
         return
@@ -198,7 +204,7 @@ def _move_to_gpu(model: Any, recipe: Recipe, launch: Launch, services: Services)
 
 
 def _first_batch(
-    recipe: Recipe, model: Any, data: TokenData, plan: SwapPlan | None, sites: Any
+    recipe: Recipe, model: PreTrainedModel, data: TokenData, plan: SwapPlan | None, sites: Sites
 ) -> tuple[dict[str, Any], str]:
     """Return the beginning of two windows as a batch, after checking tokens and positions, and a note on it or ""."""
     items = [data.train[item] for item in range(2)]
@@ -221,7 +227,7 @@ def _first_batch(
     )
 
 
-def compile_layers(model: Any, attention: tuple[str, ...], **how: Any) -> int:
+def compile_layers(model: PreTrainedModel, attention: tuple[str, ...], **how: object) -> int:
     """Make torch.compile compile each layer of `model` when it first runs, and return the number of layers.
 
     Only layers are compiled, so that the loss can run body and head separately, and equal layers compile once.
@@ -238,7 +244,7 @@ def compile_layers(model: Any, attention: tuple[str, ...], **how: Any) -> int:
     return len(paths)
 
 
-def load_model(recipe: Recipe) -> Any:
+def load_model(recipe: Recipe) -> PreTrainedModel:
     """Return the model to start from.
 
     Raises:
@@ -255,7 +261,7 @@ def load_model(recipe: Recipe) -> Any:
     return load(settings.source, **options)
 
 
-def load_recipe_tokenizer(recipe: Recipe) -> Any:
+def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model to start from, with the end-of-text token that the recipe names.
 
     Raises:
@@ -268,7 +274,7 @@ def load_recipe_tokenizer(recipe: Recipe) -> Any:
     return with_eos_token(tokenizer, recipe.data.eos_token)
 
 
-def stop_at(model: Any, token: int) -> None:
+def stop_at(model: PreTrainedModel, token: int) -> None:
     """Make generation by `model` stop at `token`, and go on to stop where it did."""
     model = unwrap(model)
     model.config.get_text_config().eos_token_id = token
@@ -279,7 +285,7 @@ def stop_at(model: Any, token: int) -> None:
     generation.eos_token_id = token if stops in ([], [token]) else [token, *(stop for stop in stops if stop != token)]
 
 
-def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> Any:
+def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> PreTrainedTokenizerBase:
     """Check config and text before the weights are read, which may take long; return the tokenizer.
 
     The text is tokenized: `build_data` reads it from the cache.
@@ -325,7 +331,9 @@ def swap_arguments(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) ->
     return {"max_length": length, "site": recipe.swap.site, "relative": recipe.swap.relative}
 
 
-def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], launch: Launch, *, causal: bool) -> tuple[int, str]:
+def chosen_chunk(
+    recipe: Recipe, model: PreTrainedModel, batch: dict[str, Any], launch: Launch, *, causal: bool
+) -> tuple[int, str]:
     """Return the chunk size of the loss, and a note if the recipe's cannot be used."""
     chunk = recipe.objective.chunk
     if not chunk or recipe.objective.kind not in ("next-token", "masked"):
@@ -336,7 +344,14 @@ def chosen_chunk(recipe: Recipe, model: Any, batch: dict[str, Any], launch: Laun
     return (0, f"logits are not chunked: {problem}") if problem else (chunk, "")
 
 
-def _check_memory(recipe: Recipe, model: Any, teacher: Any, launch: Launch, services: Services, chunk: int) -> str:
+def _check_memory(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    launch: Launch,
+    services: Services,
+    chunk: int,
+) -> str:
     need = training_need(
         model, recipe, launch, biased=_lengths_with_scores(recipe, model), chunk=chunk, teacher=teacher
     )
@@ -346,7 +361,7 @@ def _check_memory(recipe: Recipe, model: Any, teacher: Any, launch: Launch, serv
     return need_message(need, process_bytes() if on_cpu(recipe) else None)
 
 
-def _lengths_with_scores(recipe: Recipe, model: Any) -> tuple[int, ...]:
+def _lengths_with_scores(recipe: Recipe, model: nn.Module) -> tuple[int, ...]:
     """Return the window lengths for which attention materializes all scores; with a bias, only short ones."""
     if attention_implementation(model.config) == "eager":
         return recipe.data.lengths

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from hf_posswap.utils.atomic_io import read_json, write_json
 from hf_posswap.utils.auto_classes import refused_code
 from hf_posswap.utils.gguf_source import SUFFIX, is_gguf
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IGNORED = -100
 Around = tuple[int, int]
@@ -60,7 +63,7 @@ class Pooling:
         return features["sentence_embedding"]
 
 
-def embed(model: Any, pooling: Pooling, ids: Tensor, mask: Tensor) -> Tensor:
+def embed(model: nn.Module, pooling: Pooling, ids: Tensor, mask: Tensor) -> Tensor:
     """Return the vectors of texts, [B, E], float32.
 
     Args:
@@ -74,7 +77,7 @@ def embed(model: Any, pooling: Pooling, ids: Tensor, mask: Tensor) -> Tensor:
     return pooling(output.hidden_states[-1] if states is None else states, mask)
 
 
-def texts_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def texts_of(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the unmasked tokens of a batch and their attention mask, [B, L] each."""
     labels, ids = inputs["labels"], inputs["input_ids"]
     texts = torch.where(labels == IGNORED, ids, labels)
@@ -83,7 +86,13 @@ def texts_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def embedding_loss(
-    model: Any, teacher: Any, pooling: Pooling, inputs: dict[str, Any], items: Tensor | int | None, *, window: int
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    pooling: Pooling,
+    inputs: dict[str, Tensor],
+    items: Tensor | int | None,
+    *,
+    window: int,
 ) -> Tensor:
     """Return 1 minus the mean cosine of the texts' vectors from `model` and from the unswapped `teacher`.
 
@@ -107,7 +116,13 @@ def embedding_loss(
 
 
 def contrastive_loss(
-    model: Any, pooling: Pooling, inputs: dict[str, Any], items: Tensor | int | None, *, scale: float, around: Around
+    model: PreTrainedModel,
+    pooling: Pooling,
+    inputs: dict[str, Tensor],
+    items: Tensor | int | None,
+    *,
+    scale: float,
+    around: Around,
 ) -> Tensor:
     """Return sentence-transformers' MultipleNegativesRankingLoss over the two halves of each text.
 
@@ -131,13 +146,13 @@ def contrastive_loss(
     return loss if items is None else loss * label_count / items
 
 
-def _ranking_loss() -> Any:
+def _ranking_loss() -> type[nn.Module]:
     new_module = "sentence_transformers.sentence_transformer"  # from its version 6 on
     module = new_module if importlib.util.find_spec(new_module) else "sentence_transformers"
     return importlib.import_module(f"{module}.losses").MultipleNegativesRankingLoss
 
 
-def _labels(inputs: dict[str, Any]) -> Tensor:
+def _labels(inputs: dict[str, Tensor]) -> Tensor:
     return (inputs["labels"] != IGNORED).sum(-1)
 
 
@@ -167,7 +182,7 @@ def halves(texts: Tensor, real: Tensor, around: Around) -> tuple[Tensor, Tensor]
     return pad_sequence(rows, batch_first=True), mask
 
 
-def all_vectors(model: Any, pooling: Pooling, batch: dict[str, Any], *, plain: int) -> Tensor:
+def all_vectors(model: Any, pooling: Pooling, batch: dict[str, Tensor], *, plain: int) -> Tensor:
     """Return the vectors of the first `plain` tokens of a batch's texts, in eval mode, without a gradient, [B, E]."""
     texts, mask = (tensor[:, :plain].to(model.device) for tensor in texts_of(batch))
     training = model.training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ import torch
 from hf_posswap.schemes import Scheme
 from hf_posswap.training.config import Recipe
 from hf_posswap.utils.progress import Reporter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Evaluate = Callable[..., dict[int, float]]
 """From a model, held-out documents, lengths and the most documents to read, to the loss per token at each length.
@@ -74,7 +77,7 @@ def lengths_of(recipe: Recipe, documents: Sequence[np.ndarray], *, whole: bool =
 def measure_of(
     recipe: Recipe,
     services: Services,
-    model: Any,
+    model: PreTrainedModel,
     documents: Sequence[np.ndarray],
     counted: Sequence[np.ndarray] | None,
 ) -> Callable[[], dict[int, float]]:
@@ -93,7 +96,7 @@ def measure_of(
     return lambda: evaluate(model, documents, lengths, recipe.evaluation.documents, **flags) if lengths else {}
 
 
-def vector_lengths(documents: Sequence[Any], window: int, longest: int, most: int) -> tuple[int, ...]:
+def vector_lengths(documents: Sequence[object], window: int, longest: int, most: int) -> tuple[int, ...]:
     """Return the lengths at which an encoder's vectors are compared with its base's.
 
     The base's window, its doublings, and the longest length that half of the evaluated documents have.

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.objectives import Objective
 from hf_posswap.training.engine.parallel import shard_on_cpus
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 ADVANCED = "stage_done"
 Groups = Callable[[Any], list[dict[str, Any]]]
 """From the model, wrapped or not, to the parameter groups of the optimizer."""
@@ -43,7 +46,7 @@ class LossExplosionCallback(TrainerCallback):
     def __init__(self, settings: GateSettings, last_good: Callable[[], str]) -> None:
         self.settings, self.last_good = settings, last_good
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         problem = explosion(losses, self.settings)
         if problem and "loss" in state.log_history[-1]:
@@ -80,11 +83,11 @@ class BlendScheduleCallback(TrainerCallback):
         steps: until the new mechanism has the full weight.
     """
 
-    def __init__(self, model: Any, steps: int) -> None:
+    def __init__(self, model: nn.Module, steps: int) -> None:
         self.model, self.steps = model, steps
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         set_blend(self.model, blend_share(state.global_step, self.steps))
 
@@ -112,7 +115,9 @@ class StopWhenRecovered(TrainerCallback):
     def __init__(self, stage: StageSettings, measure: Callable[[], float], before: float, log: RunLog) -> None:
         self.stage, self.measure, self.before, self.log = stage, measure, before, log
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         step = state.global_step
         if self.stage.recovered is None or step < max(1, self.stage.least_steps) or step % self.stage.check_every:
             return
@@ -152,9 +157,9 @@ class PosswapTrainer(SavingTrainer):
         *,
         objective: Objective,
         groups: Groups,
-        identity: dict[str, Any],
+        identity: dict[str, object],
         measure: Callable[[], dict[int, float]] | None = None,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
         self.groups, self.identity, self.measure, self.tokenizer = groups, identity, measure, tokenizer
@@ -186,7 +191,7 @@ class PosswapTrainer(SavingTrainer):
         self.accelerator.wait_for_everyone()
         return newest(self.folder, self.identity)
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         """Create the optimizer `optim` with the recipe's parameter groups.
 
         Raises:
@@ -207,7 +212,7 @@ class PosswapTrainer(SavingTrainer):
         """Do nothing: the finished model is pushed once it is verified."""
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: object = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return the loss of held-out documents at each length, without changing the state of random generators."""
         assert self.measure is not None
@@ -223,10 +228,10 @@ class PosswapTrainer(SavingTrainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor | Any],
+        inputs: dict[str, Tensor | object],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, dict[str, object]]:
         """Return the objective's loss, scaled so that the mean over processes divides by the tokens of all processes.
 
         Raises:
@@ -274,7 +279,7 @@ class PosswapTrainer(SavingTrainer):
             rotate(self.folder, self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
 
-    def write_model_files(self, folder: str | None, weights: dict[str, Any] | None) -> None:
+    def write_model_files(self, folder: str | None, weights: dict[str, object] | None) -> None:
         """Write the model with its swap, and its tokenizer, without pickled arguments."""
         if not self.args.should_save:
             return

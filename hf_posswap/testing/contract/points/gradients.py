@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,11 +24,16 @@ from hf_posswap.testing.contract.pairs import Pair, words
 from hf_posswap.testing.contract.point import once, point
 from hf_posswap.testing.contract.points.swapping import tables_of
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from transformers import PreTrainedModel
+
 IDS = words(2, LENGTH - 2)
 PEFT_ASKS = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
-def gradients(model: Any, pair: Pair, **kwargs: Any) -> dict[str, torch.Tensor]:
+def gradients(model: PreTrainedModel, pair: Pair, **kwargs: object) -> dict[str, torch.Tensor]:
     """Return the gradient of every trained parameter after one loss."""
     model.train()
     model.zero_grad()
@@ -72,7 +77,7 @@ def gradient_checkpointing_gives_the_same_gradients(pair: Pair, reentrant: bool)
     check_same(pair.logits(model.eval(), IDS), pair.logits(pair.specimen(), IDS))
 
 
-def with_lora(model: Any, name: str) -> Any:
+def with_lora(model: PreTrainedModel, name: str) -> Any:
     """Return a PEFT model around `model`; the same adapter every time."""
     peft = _peft()
     torch.manual_seed(5)
@@ -86,7 +91,7 @@ def with_lora(model: Any, name: str) -> Any:
     return peft.get_peft_model(model, config).eval()
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:

@@ -7,7 +7,7 @@ stock class itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from hf_posswap.testing.contract.point import point
 from hf_posswap.testing.contract.points.masks import counted, first_position
 from hf_posswap.testing.contract.points.running import check_same_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PROMPT, TOTAL = 12, 24
 CACHES = ("dynamic", "static")
 
@@ -29,14 +32,16 @@ def decodes(pair: Pair) -> bool:
     return pair.tiny.generates and pair.cached and pair.placed
 
 
-def models(pair: Pair) -> Iterator[Any]:
+def models(pair: Pair) -> Iterator[PreTrainedModel]:
     """Yield the swapped model, and the stock one where the swap is what it has."""
     yield pair.specimen()
     if pair.identity and pair.takes("position_ids"):
         yield pair.native()
 
 
-def fed(pair: Pair, model: Any, kind: str, ids: Tensor, mask: Tensor, at: Tensor, sizes: list[int]) -> Tensor:
+def fed(
+    pair: Pair, model: PreTrainedModel, kind: str, ids: Tensor, mask: Tensor, at: Tensor, sizes: list[int]
+) -> Tensor:
     """Return the logits of `ids` at the positions `at`, fed in pieces of `sizes` through a cache of this `kind`."""
     cache, start, actual = pair.cache(kind, model.config), 0, []
     for size in sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from hf_posswap.testing.contract.checks import CHANGE, NOISE, check, check_diffe
 from hf_posswap.testing.contract.models import LENGTH, PADDING
 from hf_posswap.testing.contract.pairs import Pair, attend, words
 from hf_posswap.testing.contract.point import not_convolved, placed, point
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IDS = words(2, 20)
 PADDED = 6
@@ -75,7 +78,7 @@ def right_padding(pair: Pair, implementation: str) -> None:
     check_same(actual[0], pair.logits(model, ids[:1])[0], pair.noise, "the logits of the other row alone")
 
 
-def packed(pair: Pair, model: Any) -> Tensor:
+def packed(pair: Pair, model: PreTrainedModel) -> Tensor:
     """Return the logits of the second of two documents in one row: no mask, positions that restart, no cache."""
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     return pair.logits(model, IDS[:1], attention_mask=None, position_ids=positions, use_cache=False)[:, 8:]

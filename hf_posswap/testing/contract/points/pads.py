@@ -6,7 +6,7 @@ it counts as its family says); where the swap is what the model had, the stock c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from hf_posswap.testing.contract.checks import check_same
 from hf_posswap.testing.contract.models import PADDING
 from hf_posswap.testing.contract.pairs import Pair, with_cache, words
 from hf_posswap.testing.contract.point import not_convolved, placed, point
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PADS = {"left": range(5), "inside": range(6, 10), "right": range(15, 20), "all": (0, 1, 4, 5, 9, 10, 11, 18, 19)}
 """Which of the 20 tokens of the second row are padding."""
@@ -36,7 +39,7 @@ def positions_of_stock(source: str, shown: Tensor) -> Tensor:
     return index - first if source == "relative" else shown.cumsum(0) - 1
 
 
-def read(pair: Pair, model: Any, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+def read(pair: Pair, model: PreTrainedModel, ids: Tensor, mask: Tensor, **kwargs: object) -> Tensor:
     """Return the logits of the second row: of its real tokens, or of all that the decoder says behind an encoder."""
     actual = pair.logits(model, ids, attention_mask=mask, **kwargs)[-1]
     return actual if pair.stack == "encoder" else actual[mask[-1].bool()]

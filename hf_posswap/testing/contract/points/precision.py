@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +17,13 @@ from hf_posswap.testing.contract.models import LENGTH
 from hf_posswap.testing.contract.pairs import Pair, with_cache, words
 from hf_posswap.testing.contract.point import once, point
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 IDS = words(2, LENGTH - 2)
 
 
-def constants(model: Any) -> Iterator[tuple[str, Tensor]]:
+def constants(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that holds angles or slopes: of native rotary modules and of mechanisms."""
     for path, module in model.named_modules():
         for name in inv_freq_names(module):
@@ -32,7 +35,7 @@ def constants(model: Any) -> Iterator[tuple[str, Tensor]]:
                         yield f"{path}.{name}[{number}]", tensor
 
 
-def cast(pair: Pair, when: str) -> Any:
+def cast(pair: Pair, when: str) -> PreTrainedModel:
     """Return a model swapped in bfloat16, or one cast to it `when` it is swapped already."""
     if when == "before":
         model = pair.native().to(torch.bfloat16)
@@ -41,7 +44,7 @@ def cast(pair: Pair, when: str) -> Any:
     return pair.swapped().to(torch.bfloat16)
 
 
-def rounded(pair: Pair) -> Any:
+def rounded(pair: Pair) -> PreTrainedModel:
     """Return the float32 model with weights that bfloat16 can hold: what differs from it is arithmetic alone."""
     model = pair.native().to(torch.bfloat16)
     for (_, here), (_, there) in zip(model.named_buffers(), pair.native().named_buffers(), strict=True):
@@ -121,7 +124,7 @@ def _check_unable(pair: Pair, half: str) -> None:
         check(off < 0.05, f"{key} within 0.05 of float32, of its size", f"{off:.3g} apart")
 
 
-def mixed(pair: Pair, model: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def mixed(pair: Pair, model: PreTrainedModel, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what `model` gives under autocast to the dtype called `name`, and its gradients by the weights' names."""
     mask = torch.ones_like(IDS)
     mask[1, :6] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from hf_posswap.testing.contract.models import PADDING
 from hf_posswap.testing.contract.pairs import HEARD, LONGER, Pair, logits, with_cache, words
 from hf_posswap.testing.contract.point import cached, once, point
 
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
 CHUNKS = {"steps": [1] * LONGER, "chunks": [7, 1, 9, 2, 40]}
 CACHES = ("dynamic", "static")
 
@@ -25,7 +28,9 @@ def generates(pair: Pair) -> bool:
     return can and (pair.counts_padding_out or pair.relative or not pair.cached)
 
 
-def piecewise(model: Any, ids: Tensor, sizes: list[int], cache: Any, run: Callable[..., Tensor] = logits) -> Tensor:
+def piecewise(
+    model: PreTrainedModel, ids: Tensor, sizes: list[int], cache: Cache, run: Callable[..., Tensor] = logits
+) -> Tensor:
     """Return the logits, by `run`, of `ids` fed in pieces of `sizes` through `cache`."""
     pieces, start = [], 0
     for size in sizes:
@@ -86,7 +91,7 @@ def generating_from_a_padded_batch_equals_one_by_one(pair: Pair, beams: int) -> 
     model = pair.specimen()
     prompts = [words(1, length, seed=length) for length in (4, 9)]
     new = pair.consistent_length - 30 if pair.plan.cached_equals_full else 8
-    kwargs: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
+    kwargs: dict[str, object] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
     alone = [model.generate(p, attention_mask=torch.ones_like(p), **kwargs)[0, p.shape[1] :] for p in prompts]
     width = max(p.shape[1] for p in prompts)
     batch = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0), value=PADDING) for p in prompts])
@@ -102,7 +107,7 @@ def an_encoder_decoder_generates_through_its_cache_what_it_does_without(pair: Pa
     model = pair.specimen()
     source = HEARD.expand(2, -1, -1) if pair.tiny.hears else words(2, 14)
     new = pair.consistent_length - 2
-    kwargs: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
+    kwargs: dict[str, object] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
     # of the mixin: Whisper's own splits sound into segments first
     actual, expected = (GenerationMixin.generate(model, source, use_cache=on, **kwargs) for on in (True, False))
     check(actual.shape == (2, new + 1), f"2 rows of {new + 1} tokens", tuple(actual.shape))
@@ -114,7 +119,7 @@ def generating_from_padded_sources_equals_one_by_one(pair: Pair, beams: int) -> 
     """Generating from padded sources gives what each source gives alone."""
     model = pair.specimen()
     sources = [words(1, length, seed=length) for length in (4, 9)]
-    kwargs: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "num_beams": beams}
+    kwargs: dict[str, object] = {"max_new_tokens": 10, "do_sample": False, "num_beams": beams}
     alone = [model.generate(s, attention_mask=torch.ones_like(s), **kwargs)[0] for s in sources]
     batch = torch.cat([torch.nn.functional.pad(s, (0, 9 - s.shape[1]), value=PADDING) for s in sources])
     together = model.generate(batch, attention_mask=(batch != PADDING).long(), **kwargs)

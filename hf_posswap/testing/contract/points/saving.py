@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -17,6 +17,9 @@ from hf_posswap.testing.contract.checks import check, check_differs, check_finit
 from hf_posswap.testing.contract.models import LENGTH
 from hf_posswap.testing.contract.pairs import Pair, words
 from hf_posswap.testing.contract.point import once, point
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def ids_for(pair: Pair) -> torch.Tensor:
@@ -31,7 +34,7 @@ def stock_auto(pair: Pair) -> Any:
     return transformers.AutoModelForCausalLM if pair.causal else transformers.AutoModelForMaskedLM
 
 
-def trained_names(model: Any) -> set[str]:
+def trained_names(model: PreTrainedModel) -> set[str]:
     """Return the names of the parameters that are trained."""
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 

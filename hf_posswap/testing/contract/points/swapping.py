@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,15 +14,18 @@ from hf_posswap.testing.contract.models import LENGTH, WAYS, copied
 from hf_posswap.testing.contract.pairs import LONGER, Pair, words
 from hf_posswap.testing.contract.point import once, point
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 IDS = words(2, LENGTH - 2)
 
 
-def state_of(model: Any) -> dict[str, torch.Tensor]:
+def state_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return a copy of all tensors of a model, by name."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def check_same_state(model: Any, before: dict[str, torch.Tensor]) -> None:
+def check_same_state(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> None:
     """Raise unless the tensors of a model are those of `before`.
 
     Raises:
@@ -151,7 +154,7 @@ def state_dict_keys_are_kept_or_announced(pair: Pair) -> None:
 def parameters_are_counted_as_announced(pair: Pair) -> None:
     """The plan counts the parameters that are added and those out of use."""
 
-    def sizes(model: Any) -> dict[str, int]:
+    def sizes(model: PreTrainedModel) -> dict[str, int]:
         return {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
 
     before, after = sizes(pair.native()), sizes(pair.swapped())
