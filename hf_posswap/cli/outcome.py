@@ -156,7 +156,7 @@ class OneNameCommand(TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.older: list[Any] = []
+        self.older = []
         """A copy of each option that has older names, with these names alone."""
         for param in self.params:
             names = [name for name in param.opts if name.startswith("--")][1:]

@@ -72,7 +72,7 @@ def _tables(texts: list[str], results: dict[str, Any]) -> dict[str, object]:
     from hf_posswap.harness import retention
     from hf_posswap.utils.atomic_io import read_json
 
-    outputs: dict[str, Any] = {}
+    outputs = {}
     for text in texts:
         name, equals, file = text.partition("=")
         if not equals or name not in results["models"]:

@@ -123,7 +123,7 @@ def _imported(text: str) -> object:
         raise OptionError(f"--import takes MODULE:NAME, as in my_build:model; got {text!r}.")
     sys.path.insert(0, os.getcwd())
     try:
-        value: Any = importlib.import_module(module)
+        value = importlib.import_module(module)
         for attribute in name.split("."):
             value = getattr(value, attribute)
         return value() if callable(value) and not hasattr(value, "config") else value

@@ -96,7 +96,7 @@ def explain(
     with quiet_library():
         import hf_posswap
 
-        options: dict[str, Any] = {} if chosen is None else _how(max_length, site, relative)
+        options = {} if chosen is None else _how(max_length, site, relative)
         explanation = hf_posswap.explain(source, chosen, trust_remote_code=trust_remote_code, **options)
     if json:
         show_json(explanation.to_dict())

@@ -202,7 +202,7 @@ def _runs(limit: int | None, length: int) -> bool:
 
 def _numbers(models: dict[str, PreTrainedModel]) -> dict[str, int]:
     """Return the number of each model's style, the same as in a comparison."""
-    patches: dict[str, Any] = {name: getattr(unwrap(model), "_posswap", None) for name, model in models.items()}
+    patches = {name: getattr(unwrap(model), "_posswap", None) for name, model in models.items()}
     plans = {name: patch and {"scheme": patch.plan.scheme.to_dict()} for name, patch in patches.items()}
     return model_numbers({"models": {name: {"plan": plan} for name, plan in plans.items()}})
 

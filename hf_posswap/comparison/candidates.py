@@ -223,7 +223,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     most = longest if reach.limit is None else min(longest, reach.limit)
     prefill = choose_prefill(target, most, reach)
     scoring = Scorer(target, prefill=prefill) if reach.causal else None
-    patch: Any = getattr(target, "_posswap", None)
+    patch = getattr(target, "_posswap", None)
     identity = {
         "versions": {"torch": torch.__version__, "transformers": transformers_version},
         "fingerprint": fingerprint(target),

@@ -49,7 +49,7 @@ def measure_retrieval(work: Work) -> list[dict[str, Any]]:
 
 
 def _retrieval(work: Work, length: int) -> Unit:
-    options: dict[str, Any] = {
+    options = {
         "documents": _RETRIEVED,
         "seed": work.settings.seed,
         "kind": "passkey",

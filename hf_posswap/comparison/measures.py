@@ -64,7 +64,7 @@ def measure_passkey(work: Work) -> dict[str, Any]:
     answers = iter(
         work.values("passkey", [_needle(work, task, *prompt_key) for prompt_key in _prompt_keys(work, lengths)])
     )
-    cells: list[dict[str, Any]] = []
+    cells = []
     right: dict[tuple[int, float, int], bool] = {}
     for length, depth in grid:
         cell_answers = [next(answers) for _ in range(settings.trials)]

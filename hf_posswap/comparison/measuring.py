@@ -324,7 +324,7 @@ def _plan(works: Sequence[Work], reference_work: Work) -> None:
 
 def _measure(work: Work) -> dict[str, Any]:
     """Return the result of each metric, and under "not_measured" why a metric does not apply to this subject."""
-    metrics: dict[str, Any] = {}
+    metrics = {}
     refused: dict[str, str] = {}
     for metric in work.metrics:
         if metric in work.dropped:

@@ -95,7 +95,7 @@ def same_but_for_the_date(results: dict[str, Any], earlier: Any) -> bool:
 
 def curves_csv(results: dict[str, Any]) -> str:
     """Return perplexity by length, loss by position and context gain of all models, one line per value."""
-    rows: list[Sequence[Any]] = []
+    rows = []
     for name, model in results["models"].items():
         rows += [
             (name, "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"])

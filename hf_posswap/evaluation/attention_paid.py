@@ -109,7 +109,7 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
         >>> tuple(paid.means.shape), round(float(paid.first + paid.shares.sum()), 6)
         ((1, 7), 1.0)
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     ids = torch.as_tensor(np.asarray(tokens))
     if ids.ndim != 2 or ids.shape[1] < 2 or not len(ids):
         raise DataError(f"tokens are ids [B, N], rows of at least 2 tokens, got {tuple(ids.shape)}.")

@@ -338,7 +338,7 @@ def costs_are_possible(model: PreTrainedModel, length: int, new_tokens: int = 8)
 def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
     """Return the cache after `ids`, read in chunks of `prefill` tokens, without computing logits."""
     chunk_size, cache = prefill or ids.shape[1], None
-    body: Any = unwrap(model).base_model  # PEFT's base_model gives logits
+    body = unwrap(model).base_model  # PEFT's base_model gives logits
     for start in range(0, ids.shape[1], chunk_size):
         stop = min(start + chunk_size, ids.shape[1])
         seen = torch.ones_like(ids[:, :stop])

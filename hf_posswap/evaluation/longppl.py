@@ -92,7 +92,7 @@ class KeySpans(ResultView):
             CheckpointError: there is no such file, or it is not JSON.
             DataError: the file holds something else, or was edited.
         """
-        data: Any = read_json(path, 2**28)
+        data = read_json(path, 2**28)
         if not isinstance(data, dict) or set(data) != _FIELDS or data["version"] != SPANS_VERSION:
             raise DataError(f"{path} holds no key spans of version {SPANS_VERSION}: find them again.")
         try:

@@ -140,7 +140,7 @@ def _losses(
 ) -> list[np.ndarray]:
     """Return the losses of each group's tokens from the masked rows `ids` [B, L]."""
     ids = ids.to(model.device)
-    output: Any = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     logits = getattr(output, "logits", None)
     if logits is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1]:
         raise DataError(f"{type(model).__name__} returns no logits for each token: load it as a masked LM.")

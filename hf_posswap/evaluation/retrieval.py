@@ -170,7 +170,7 @@ def embed(
         while stop < len(documents) and len(documents[stop]) == size and (stop + 1 - start) * size <= batch_tokens:
             stop += 1
         ids = torch.tensor([list(document) for document in documents[start:stop]], device=model.device)
-        body: Any = unwrap(model).base_model  # PEFT's base_model is no encoder
+        body = unwrap(model).base_model  # PEFT's base_model is no encoder
         states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]
         vectors.append(states.mean(1) if pooling == "mean" else states[:, 0 if pooling == "cls" else -1])
         start = stop

@@ -69,7 +69,7 @@ def reach_of(model: PreTrainedModel) -> Reach:
         Reach(limit=8, window=8, prefix_consistent=True, why='a learned table', causal=True)
     """
     model = unwrap(model)
-    patch: Any = getattr(model, "_posswap", None)
+    patch = getattr(model, "_posswap", None)
     if patch is not None:
         plan = patch.plan
         limit = None if plan.unbounded else plan.max_length

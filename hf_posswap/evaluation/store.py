@@ -131,7 +131,7 @@ class RunStore:
 
     def _keep(self, folder: Path, key: str, unit: Mapping[str, Any], value: Value) -> None:
         try:
-            stored: Any = value
+            stored = value
             if isinstance(value, np.ndarray):
                 stored = {"array": write_array(_array_path(folder, key), value)}
             append_line(folder / _numbered(LINES, self.part), {"key": key, "unit": dict(unit), "value": stored})

@@ -68,7 +68,7 @@ def harness_model_class() -> type[HFLM]:
             self._requested_length: int | None = more.get("max_length")
             device = torch.device(more.pop("device", None) or "cpu")
             revision = more.pop("revision", None)
-            hub: dict[str, Any] = {TRUST: trust_remote_code} | ({"revision": revision} if revision else {})
+            hub = {TRUST: trust_remote_code} | ({"revision": revision} if revision else {})
             dtype = more.pop("dtype", "auto")
             model: Any = load(pretrained, dtype=dtype, **hub) if isinstance(pretrained, str) else pretrained
             if scheme is not None:
@@ -108,6 +108,6 @@ def length_of(model: PreTrainedModel) -> int | None:
         (None, 64)
     """
     target = unwrap(model)
-    carried: Any = getattr(target, "_posswap", None)  # a record without a swap is not trusted
+    carried = getattr(target, "_posswap", None)  # a record without a swap is not trusted
     swap_length, limit = None if carried is None else carried.plan.max_length, reach_of(target).limit
     return swap_length if swap_length is None or limit is None else min(swap_length, limit)

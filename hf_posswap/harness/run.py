@@ -221,7 +221,7 @@ def _run_by_length(
     }
     fixed = {name: loaded.tasks[name] for name in measured}
     again = [name for name, tasks in groups.items() if set(tasks) - set(measured)]
-    rows: list[dict[str, Any]] = []
+    rows = []
     runs: dict[str, Any] = {}
     for length in lengths:
         if length != lengths[0]:
@@ -253,7 +253,7 @@ def _evaluate(
     if settings["apply_chat_template"]:
         options |= {name: settings[name] for name in ("apply_chat_template", "fewshot_as_multiturn")}
     try:
-        output: Any = simple_evaluate(
+        output = simple_evaluate(
             subject,
             tasks=tasks,
             num_fewshot=settings["num_fewshot"],

@@ -183,7 +183,7 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
     mask = mask[:1] if mask.stride(0) == 0 else mask
     one_row = len(mask) == 1
     segments: list[Segment] = []
-    before: Any = None
+    before = None
     for row, seen in enumerate(mask):
         intervals = _intervals(seen)
         if intervals is None:

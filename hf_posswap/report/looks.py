@@ -50,7 +50,7 @@ def model_numbers(results: Mapping[str, Any]) -> dict[str, int]:
         >>> list(model_numbers({"models": models}).values())
         [0, 1, 2, 3, 4]
     """
-    models: Mapping[str, Any] = results["models"]
+    models = results["models"]
     numbers = distinct_numbers([_preferred_number(name, model) for name, model in models.items()])
     return dict(zip(models, numbers, strict=True))
 

@@ -221,7 +221,7 @@ def differences_of(results: Mapping[str, Any]) -> Differences | None:
     """
     sliding, base = results.get("sliding"), results["base"]
     owner = sliding["of"] if sliding else base
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows = {}
     for name, model in results["models"].items():
         compared = results["comparisons"].get(name, {}).get("lengths", [])
         if sliding:

@@ -93,7 +93,7 @@ def fit_bias(
         True
     """
     reporter = reporter_for(progress)
-    unwrapped: Any = unwrap(model)
+    unwrapped = unwrap(model)
     requested = _checked_scheme(scheme)
     sites = check_table(unwrapped, requested, _OWNER)
     rows = check_rows(tokens, unwrapped, sites)

@@ -108,7 +108,7 @@ def fit_logit_scale(
     """
     reporter = reporter_for(progress)
     before = logit_scale_of(model)
-    target: Any = unwrap(model)
+    target = unwrap(model)
     original = target._posswap.plan.scheme.original_length
     checks.length(OWNER, "length", length)
     if length <= original:

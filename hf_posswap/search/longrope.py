@@ -271,7 +271,7 @@ def search_longrope(
     if native and original_positions is not None:
         raise OptionError("native=True is original_positions=[0]: give one of them.")
     settings = SearchSettings(factor, population, iterations, mutation_rate, seed)
-    target: Any = unwrap(model)
+    target = unwrap(model)
     geometry = searched_geometry(target, settings.factor)
     positions = searched_positions(target, settings.factor, geometry, [0] if native else original_positions)
     documents = leading_documents(texts, tokenizer, target_length(settings.factor, geometry))

@@ -148,7 +148,7 @@ def rank_pairs(model: PreTrainedModel, tokens: Tensor | None = None) -> Tensor:
         >>> rank_pairs(model).shape, rank_pairs(model, [[1, 2, 3]]).shape
         (torch.Size([2, 1, 4]), torch.Size([2, 1, 4]))
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     sites = _checked_sites(target)
     if tokens is None:
         return _weight_norms(target, sites)
@@ -201,7 +201,7 @@ def select_pairs(
     if not by_head:
         norms = norms.sum(dim=1, keepdim=True)
     best = norms.sort(dim=-1, descending=True, stable=True).indices[..., :kept]  # [layers, G or 1, kept]
-    chosen: list[Any] = (best if by_head else best[:, 0]).tolist()
+    chosen = (best if by_head else best[:, 0]).tolist()
     return {layer: PRope(select=select) for layer, select in enumerate(chosen)}
 
 

@@ -149,7 +149,7 @@ def fit_rotation(model: PreTrainedModel, tokens: Any, *, progress: bool | None =
         (2, 2)
     """
     reporter = reporter_for(progress)
-    target: Any = unwrap(model)
+    target = unwrap(model)
     scheme, base = _checked_scheme(target), unpatch_model(copy.deepcopy(target))
     sites = check_table(base, scheme, _OWNER)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)

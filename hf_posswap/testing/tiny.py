@@ -217,7 +217,7 @@ def tiny_model(
     config = tiny_config(_config_class(cls, kind), **changes)
     if meta:
         with torch.device("meta"), without_initialising():
-            skeleton: Any = cls(config).eval()
+            skeleton = cls(config).eval()
         return skeleton.to("meta")  # some classes create parameters on the CPU on any device
     with PrivateRandomness(seed):
         model = cls(config)

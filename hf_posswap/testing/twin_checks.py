@@ -314,7 +314,7 @@ class TwinChecks:
         cache, chunks, start = None, [], 0
         argument = cache_argument(self.model)
         for stop in stops:
-            chunk: dict[str, Any] = given | {name: given[name][:, start:stop]}
+            chunk = given | {name: given[name][:, start:stop]}
             if not self.two_stacks and "attention_mask" in given:
                 chunk["attention_mask"] = given["attention_mask"][:, :stop]
             if "position_ids" in given:

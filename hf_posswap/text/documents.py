@@ -185,7 +185,7 @@ def _rows(source: HubText, splits: tuple[str, ...], streaming: bool) -> Iterator
 
     if source.split is not None:
         return iter(load_dataset(source.name, split=source.split, streaming=streaming))
-    dataset: Any = load_dataset(source.name, streaming=streaming)
+    dataset = load_dataset(source.name, streaming=streaming)
     split = next((name for name in splits if name in dataset), None)
     if split is None:
         raise DataError(f"the data set {source} has the splits {', '.join(dataset)}: name one, as {source}:SPLIT.")

@@ -275,7 +275,7 @@ def _few_tokens(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the first tokens of the row with the most labels among them."""
     labels = inputs["labels"]
     row = int((labels[:, :_TOKENS] != IGNORED).sum(-1).argmax())
-    batch: dict[str, Any] = {}
+    batch = {}
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             batch[name] = value

@@ -207,7 +207,7 @@ def _keys(path: Path, architecture: str, fields: dict[str, Any]) -> dict[str, An
     A default would stand for a key whose name is damaged.
     """
     names = (*_SAME, *_ONLY, "attention.sliding_window_pattern", "attention.value_length")
-    keys: dict[str, Any] = {}
+    keys = {}
     for name, value in fields.items():
         entry = f"{shown(path)} has {printable(name, 200)} = {brief_repr(value, 80)}"
         if name.startswith(f"{architecture}."):
@@ -348,7 +348,7 @@ def rope_parameters(
         _of_layer_types(path, config, current, keys, tensors)
         return
     theta = float(keys.pop("rope.freq_base", _DEFAULT_THETA))
-    rope: dict[str, Any] = {"rope_theta": theta}
+    rope = {"rope_theta": theta}
     width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     turned = int(keys.pop("rope.dimension_count", width))
     share = current.get("partial_rotary_factor")
@@ -496,7 +496,7 @@ def _lists(short: list[float], long: list[float], original: int, attention: floa
 
 def _yarn(keys: dict[str, Any], factor: float, original: int, attention: float) -> dict[str, Any]:
     """Return YaRN: llama.cpp multiplies cos and sin by 0.1 ln s + 1 times the factor of the file."""
-    rope: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         value = float(keys.pop(f"rope.scaling.yarn_{name}", default))
         if value != default:

@@ -64,7 +64,7 @@ def count_gguf_weights(config: PreTrainedConfig) -> int:
     """Return how many weights the causal language model of `config` has, which is built without memory for them."""
     import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -184,7 +184,7 @@ def _splits(pre_tokenizer: dict[str, Any]) -> list[list[str]] | None:
 
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     try:
-        built: Any = Tokenizer.from_str(json.dumps({"model": empty, "pre_tokenizer": pre_tokenizer})).pre_tokenizer
+        built = Tokenizer.from_str(json.dumps({"model": empty, "pre_tokenizer": pre_tokenizer})).pre_tokenizer
     except Exception:  # tokenizers raises Exception itself
         return None
     return [[word for word, _ in built.pre_tokenize_str(text)] for text in PROBES]
@@ -277,7 +277,7 @@ def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -
     first = special["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", begins) else None
     last = special["eos_token"] if fields.get("tokenizer.ggml.add_eos_token", False) else None
     content["post_processor"] = _around(first, last, tokens)
-    tokenizer: Any = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(content)),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in special.items() if token},

@@ -26,11 +26,11 @@ class ResultView:
     """
 
     def _repr_facts(self) -> Mapping[str, object]:
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields}
 
     def _html_rows(self) -> list[tuple[str, str]]:
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
         values = {field.name: getattr(self, field.name) for field in fields}
         return [(name, printable(value if isinstance(value, str) else brief(value))) for name, value in values.items()]
 

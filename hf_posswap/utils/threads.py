@@ -182,8 +182,8 @@ def without_stderr() -> Iterator[None]:
     """Drop what this thread writes to `sys.stderr` in the block; other threads write there as before."""
 
     def begin() -> Callable[[], None]:
-        stderr: Any = sys.stderr
-        stream: Any = None if stderr is None else _Stderr(stderr)
+        stderr = sys.stderr
+        stream = None if stderr is None else _Stderr(stderr)
         sys.stderr = stream
 
         def end() -> None:

@@ -123,7 +123,7 @@ def _files_in(path: Path) -> list[Path]:
     """Return the files that the index at `path` names, all in its folder."""
     where = f"{path.name} of {str(path.parent)!r}"
     try:
-        index: Any = read_bounded_json(path)
+        index = read_bounded_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {where}: {error}") from error
     mapping = index.get("weight_map") if isinstance(index, dict) else None

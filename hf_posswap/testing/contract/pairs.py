@@ -324,7 +324,7 @@ def _plan(pair: Pair) -> SwapPlan:
 def _specimen_of(pair: Pair, implementation: str | None) -> PreTrainedModel:
     if implementation is None:
         return pair.swapped()
-    model: Any = pair.native_with(implementation)
+    model = pair.native_with(implementation)
     pair.patch(model)
     attend(model, implementation)
     return model

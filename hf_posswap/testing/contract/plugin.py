@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the cases of the contract to what was collected."""
     for registered in config.stash.get(_REGISTERED, []):
-        collector: Any = ContractCollector.from_parent(
+        collector = ContractCollector.from_parent(
             session, name=registered.module, nodeid=Path(registered.module).name, registered=registered
         )
         report = collector.ihook.pytest_make_collect_report(collector=collector)

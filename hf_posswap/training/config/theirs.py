@@ -135,7 +135,7 @@ def settings_like(name: str, cls: Any, defaults: dict[str, object]) -> type:
         annotation = _yaml_annotation(hints[field.name], field.metadata.get("choices"))
         if default is None:
             annotation = Any if annotation is Any else Union[annotation, None]  # noqa: UP007 - a Literal of a tuple has no |
-        default_field: Any = dataclasses.field(default_factory=partial(copy.copy, default))
+        default_field = dataclasses.field(default_factory=partial(copy.copy, default))
         fields.append((field.name, annotation, default_field))
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace={"__module__": __name__})
 

@@ -375,7 +375,7 @@ def _open(folder: Path, split: str) -> TokenStore:
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     digest = hashlib.sha256(serialized.encode()).hexdigest()
     return {

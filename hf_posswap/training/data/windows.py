@@ -108,7 +108,7 @@ def make_masking(tokenizer: PreTrainedTokenizerBase, share: float) -> Masking:
     Raises:
         DataError: it has no mask token.
     """
-    mask: Any = tokenizer.mask_token_id
+    mask = tokenizer.mask_token_id
     if mask is None:
         raise DataError(
             f"{type(tokenizer).__name__} has no mask token, and an encoder learns to predict masked tokens: use the "

@@ -129,7 +129,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
-    count: Any = _ATTENTION_FLOPS.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
+    count = _ATTENTION_FLOPS.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
     if count is None:
         return 0
     arguments = dict(zip(argument_names(func), args, strict=False)) | kwargs

@@ -94,7 +94,7 @@ def training_need(
         >>> need.optimizer == 2 * need.gradients == 2 * need.weights
         True
     """
-    config: Any = model.config.get_text_config()
+    config = model.config.get_text_config()
     parameters = list(model.parameters())
     shards = launch.replicas * launch.context if launch.shards else 1
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) // shards

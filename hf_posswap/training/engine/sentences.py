@@ -57,7 +57,7 @@ class Pooling:
         if not self.modules:
             weights = mask[..., None].to(states.dtype)
             return (states * weights).sum(1) / weights.sum(1).clamp_min(1)
-        features: dict[str, Any] = {"token_embeddings": states, "attention_mask": mask}
+        features = {"token_embeddings": states, "attention_mask": mask}
         for module in self.modules:
             features = module.to(states.device)(features)
         return features["sentence_embedding"]

@@ -285,7 +285,7 @@ class PosswapTrainer(SavingTrainer):
             return
         output_folder = Path(folder or self.folder)
         os.makedirs(output_folder, exist_ok=True)
-        target: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        target = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         refuse_lost_positions(target)
         target.save_pretrained(output_folder, state_dict=weights)
         write_sidecars(target, output_folder)

@@ -99,7 +99,7 @@ def a_prompt_with_a_hole_generates_through_a_cache_what_it_does_without(pair: Pa
     mask[1, :2] = 0
     prompt = prompt.masked_fill(mask == 0, PADDING)
     new = pair.consistent_length - 16 if pair.plan.cached_equals_full else LENGTH - 16
-    kwargs: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
+    kwargs = {"max_new_tokens": new, "do_sample": False, "num_beams": beams}
     model = pair.specimen()
     given = {"inputs": prompt, "attention_mask": mask}
     if pair.stack:  # the decoder's prompt; it begins as the model would by itself, or a token was added
