@@ -234,7 +234,7 @@ def _as_json(results: dict[str, object]) -> str:
     return json.dumps(results, indent=2, default=str, allow_nan=False) + "\n"
 
 
-def _plain(results: dict[str, Any]) -> object:
+def _plain(results: dict[str, object]) -> object:
     import json
 
     return json.loads(_as_json(results))

@@ -28,7 +28,7 @@ LINES, ARRAYS, LOCK = "per_doc.jsonl", "nll", ".lock"
 Value = dict[str, Any] | np.ndarray
 
 
-def unit_key(unit: Mapping[str, Any]) -> str:
+def unit_key(unit: Mapping[str, object]) -> str:
     """Return a hash of 32 hex digits of `unit`, a JSON object, independent of the order of its keys.
 
     Raises:
@@ -88,7 +88,7 @@ class RunStore:
                 self.close()
                 raise
 
-    def holds(self, unit: Mapping[str, Any]) -> bool:
+    def holds(self, unit: Mapping[str, object]) -> bool:
         """Return whether the value of `unit` is stored."""
         return unit_key(unit) in self._values
 
@@ -112,7 +112,7 @@ class RunStore:
                 self._keep(self.folder, key, unit, self._values[key])
         return self._values[key]
 
-    def learn(self, unit: Mapping[str, Any], value: Value) -> None:
+    def learn(self, unit: Mapping[str, object], value: Value) -> None:
         """Add the value of `unit` that another process has computed and stored."""
         self._values.setdefault(unit_key(unit), value)
 
@@ -129,7 +129,7 @@ class RunStore:
     ) -> None:
         self.close()
 
-    def _keep(self, folder: Path, key: str, unit: Mapping[str, Any], value: Value) -> None:
+    def _keep(self, folder: Path, key: str, unit: Mapping[str, object], value: Value) -> None:
         try:
             stored = value
             if isinstance(value, np.ndarray):

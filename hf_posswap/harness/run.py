@@ -59,7 +59,7 @@ def run_tasks(
     dtype: Any = "auto",
     trust_remote_code: bool = False,
     base: PreTrainedModel | str | Path | Mapping[str, object] | None = None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Run tasks and return the harness's results, with the scores of each task under "results".
 
     The maximum input length, which depends on the swap, is under "longest_input". Under "table" is one row per task and
@@ -126,7 +126,7 @@ def run_tasks(
     if tokenizer is not None:
         more["tokenizer"] = tokenizer
 
-    def run(source: PreTrainedModel | str | Path, **swap: object) -> dict[str, Any]:
+    def run(source: PreTrainedModel | str | Path, **swap: object) -> dict[str, object]:
         source = str(source) if isinstance(source, Path) else source
         return _run(model_class(source, **swap, **more), manager, shared, settings, trust_remote_code, bool(swap))
 

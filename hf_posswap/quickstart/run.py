@@ -213,7 +213,7 @@ def command(settings: QuickstartSettings) -> str:
 
 def _reload(
     folder: Path, base: Base, documents: EvalDocuments, settings: QuickstartSettings, device: torch.device
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the results of a fresh process for the model in `folder`, after comparing its logits with this process."""
     new = min(settings.continuation, base.window)
     prompt = documents.tokens[0][: base.window - new // 2]
@@ -227,7 +227,7 @@ def _reload(
     )
 
 
-def _identity(settings: QuickstartSettings) -> dict[str, Any]:
+def _identity(settings: QuickstartSettings) -> dict[str, object]:
     """Return the identity of a folder, which must not be mixed with other results."""
     return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}
 

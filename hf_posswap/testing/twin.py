@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ _WINDOWS = (
     *(name for name in SMALL if "window" in name or name in ("local_attention", "attention_chunk_size")),
     "window_size",
 )
+T = TypeVar("T")
+
 _MAX_LAYER_KINDS = 6
 """Maximum number of distinguished kinds of layers in one model."""
 _ON_CPU = ("eager", "sdpa")
@@ -140,11 +142,11 @@ def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int
     return widths | {name: small[rope] for name in ("head_dim",) if values.get(name) == values[rope]}
 
 
-def _cut_layers(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _cut_layers(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, object]:
     """Return the depths, and the per-layer lists, of the fewest layers that include each kind."""
     depth = _first(values, "num_hidden_layers", config)
     listed = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth > 1}
-    first_layers: dict[Any, int] = {}
+    first_layers: dict[object, int] = {}
     for index, layer in enumerate(zip(*listed.values(), strict=True)):
         first_layers.setdefault(repr(layer), index)
     indices = list(first_layers.values())[:_MAX_LAYER_KINDS] or [0]
@@ -162,7 +164,7 @@ def _cut_layers(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, A
     return cut
 
 
-def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
+def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, object]:
     """Return rope parameters, of one or of several layer types, for heads of `ratio` times the width."""
     cut: dict[str, Any] = {}
     for name, value in rope.items():
@@ -177,7 +179,7 @@ def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, Any]:
     return cut
 
 
-def every_nth(values: Sequence[Any], number: int) -> list[Any]:
+def every_nth(values: Sequence[T], number: int) -> list[T]:
     """Return `number` evenly spaced `values`.
 
     Example:

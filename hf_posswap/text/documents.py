@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hf_posswap.errors import DataError, MissingDependencyError
 from hf_posswap.text.chats import no_text, row_document

@@ -422,7 +422,7 @@ def _first(counted: Tensor, window: int) -> Tensor:
 
 
 def _window_states(
-    teacher: nn.Module, model_inputs: dict[str, Any], taught: Tensor, window: int, *, hidden: bool
+    teacher: nn.Module, model_inputs: dict[str, object], taught: Tensor, window: int, *, hidden: bool
 ) -> BodyAndHead:
     """Return the teacher's states of the tokens `taught`, [N, E] each, all in its first window, and its head."""
     length = min(window, taught.shape[1])

@@ -64,7 +64,7 @@ def inner_model(model: Any) -> PreTrainedModel:
 
 
 def run_body_and_head(
-    model: nn.Module, inputs: dict[str, Any], use: Callable[[BodyAndHead], Tensor], *, hidden: bool = False
+    model: nn.Module, inputs: dict[str, object], use: Callable[[BodyAndHead], Tensor], *, hidden: bool = False
 ) -> Tensor:
     """Return the loss that `use` computes from the body's states and the head, inside the model's own forward.
 
@@ -92,7 +92,7 @@ def run_body_and_head(
         return model(**inputs | _forward_options(inner, hidden)).loss
 
 
-def split(model: nn.Module, inputs: dict[str, Any], *, hidden: bool = False) -> BodyAndHead:
+def split(model: nn.Module, inputs: dict[str, object], *, hidden: bool = False) -> BodyAndHead:
     """Return the body's states and the head of a model without wrappers other than PEFT.
 
     Args:
@@ -119,7 +119,7 @@ def _forward_options(inner: PreTrainedModel, hidden: bool) -> dict[str, object]:
 
 
 def _split(
-    inner: PreTrainedModel, original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+    inner: PreTrainedModel, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> BodyAndHead:
     with _captured(inner) as captured:
         result = original(*args, **kwargs)

@@ -131,7 +131,7 @@ def _short_losses(
 
 
 def _write_losses(
-    model: PreTrainedModel, inputs: dict[str, Any], targets: Tensor, wanted: Tensor, losses: Tensor, chunk: int
+    model: PreTrainedModel, inputs: dict[str, object], targets: Tensor, wanted: Tensor, losses: Tensor, chunk: int
 ) -> None:
     """Write the losses of the tokens `wanted` [B, K] into `losses`; the model runs even if none is."""
 

@@ -121,7 +121,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        scheme: Scheme | str | dict[str, Any] | None = None,
+        scheme: Scheme | str | dict[str, object] | None = None,
         *,
         max_first_loss: float | None = None,
         max_length: int | None = None,

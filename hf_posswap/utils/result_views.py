@@ -6,7 +6,6 @@ import dataclasses
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import printable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.utils.printable import brief_repr

@@ -103,7 +103,7 @@ def probe(model: PreTrainedModel, batch: dict[str, Any], *, causal: bool, plain:
         model.train(training)
 
 
-def _loss(model: PreTrainedModel, rows: dict[str, Any], causal: bool) -> Tensor:
+def _loss(model: PreTrainedModel, rows: dict[str, object], causal: bool) -> Tensor:
     """Return the chunked loss, or the loss from all logits for models that do not support chunks."""
     try:
         return (causal_loss if causal else masked_loss)(model, rows, chunk=_CHUNK)

@@ -46,7 +46,7 @@ class RunLog:
     def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path, self.writes = path, writes
 
-    def write(self, entry: dict[str, Any]) -> None:
+    def write(self, entry: dict[str, object]) -> None:
         """Add a line."""
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
