@@ -30,7 +30,6 @@ from hf_posswap.utils.printable import brief_repr
 
 if TYPE_CHECKING:
     from axolotl.utils.dict import DictDefault
-    from pydantic_core import ErrorDetails
     from transformers import PreTrainedModel
 
 try:
@@ -165,7 +164,7 @@ def settings_of(cfg: DictDefault) -> PosswapSettings:
         raise ConfigError(" ".join(map(_problem, error.errors()))) from error
 
 
-def _problem(error: ErrorDetails) -> str:
+def _problem(error: Any) -> str:
     """Return one of pydantic's errors as a sentence with its key."""
     key = ".".join([_KEY, *map(str, error["loc"])])
     shown = "" if error["type"] == "missing" else f", got {brief_repr(error['input'])}"

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_posswap.geometry import Layout
 from hf_posswap.rope_math import CosSin, rotate, widest
-
-if TYPE_CHECKING:
-    from hf_posswap.schemes.mechanism import Mechanism
 
 Turn = Callable[[Tensor], CosSin]
 Keys = Literal["raw", "rotated", "copies", "far"]
@@ -146,7 +143,7 @@ class Piece:
         return rotate(key, table, self.layout)
 
 
-def pair_outside(mechanism: Mechanism, length: int) -> tuple[int, int, int] | None:
+def pair_outside(mechanism: Any, length: int) -> tuple[int, int, int] | None:
     """Return the positions of a query and a key that belong to no piece or to several, and to how many; None: no such.
 
     Positions 0 to 31, and those around each power of two up to `length`, are tried against each other.

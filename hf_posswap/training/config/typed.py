@@ -19,7 +19,6 @@ from hf_posswap.utils.printable import brief_repr, printable
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
-    from pydantic_core import ErrorDetails
 
 _TRAINING = {
     "optimizer.steps": "max_steps",
@@ -236,7 +235,7 @@ def _within(values: Any, location: Location) -> tuple[Location, object]:
     return prefix, values
 
 
-def _expected(error: ErrorDetails) -> str:
+def _expected(error: Any) -> str:
     error_type, context = error["type"], error.get("ctx", {})
     if error_type == "literal_error":
         return str(context["expected"]).replace("'", "")
