@@ -51,20 +51,16 @@ def advise(
 
     Example: posswap advise my-gpt2 --max-length 8192 --budget 2e7 --target vllm
     """
-    tokens = _tokens(budget)
+    try:
+        tokens = None if budget is None else float(budget.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise OptionError(f"--budget {budget}: give a number of tokens, such as 1e8.") from None
     source = model if model[:1].isupper() and model.isidentifier() else source_of(model, gguf_file)
     with quiet_library():
         import hf_posswap
 
         advice = hf_posswap.advise(source, max_length, budget=tokens, target=None if target is None else target.value)
     return show_json(advice.to_dict()) if json else _show(advice)
-
-
-def _tokens(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        raise OptionError(f"--budget {text}: give a number of tokens, such as 1e8.") from None
 
 
 def _show(advice: Advice) -> None:

@@ -48,8 +48,12 @@ def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
     sliding = results["sliding"]
     if (differences := differences_of(results)) is not None:
         paired = f"{results['data']['documents']} documents, differences paired by document; bars: 95 % intervals"
+        points = {
+            name: tuple(Point(row["length"], row["difference"], row["low"], row["high"]) for row in rows)
+            for name, rows in differences.rows.items()
+        }
         draw_difference_by_length(
-            [_difference_curve(numbers[name], name, models[name], rows) for name, rows in differences.rows.items()],
+            [_curve(numbers[name], name, models[name], own) for name, own in points.items()],
             window,
             folder / DIFFERENCE,
             title=finding(results),
@@ -95,11 +99,6 @@ def _positions(model: dict[str, Any]) -> list[dict[str, Any]]:
 def _length_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
     """Return the curve of the `number`-th model, or of the sliding window, which has no number."""
     points = (Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in scores_by_length(model))
-    return _curve(number, name, model, tuple(points))
-
-
-def _difference_curve(number: int, name: str, model: dict[str, Any], rows: list[dict[str, Any]]) -> Curve:
-    points = (Point(row["length"], row["difference"], row["low"], row["high"]) for row in rows)
     return _curve(number, name, model, tuple(points))
 
 

@@ -29,9 +29,11 @@ def tag(name: str, /, *content: object, **attributes: object) -> Markup:
         >>> tag("p", "a < b", tag("b", "!"), class_="note", hidden=True)
         '<p class="note" hidden>a &lt; b<b>!</b></p>'
     """
-    attribute_text = "".join(
-        _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
-    )
+    attribute_text = ""
+    for key, value in attributes.items():
+        attribute = key.rstrip("_").replace("_", "-")
+        if value is not None and value is not False:
+            attribute_text += f" {attribute}" if value is True else f' {attribute}="{join(value)}"'
     if name in _VOID:
         return Markup(f"<{name}{attribute_text}>" if name in ("meta", "link", "br") else f"<{name}{attribute_text}/>")
     return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
@@ -62,8 +64,3 @@ def json_script(value: object, identity: str) -> Markup:
     """
     text = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
     return tag("script", Markup(text), type="application/json", id=identity)
-
-
-def _attribute(key: str, value: object) -> str:
-    name = key.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{join(value)}"'

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme, Traits
+from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, rounded
 from hf_posswap.schemes.common.places import row_and_column
@@ -81,10 +81,6 @@ class Alibi(LinearBias):
             given = checks.factors(self.name, "slopes", self.slopes, zero=True, each="head")
             object.__setattr__(self, "slopes", given)
 
-    @property
-    def traits(self) -> Traits:
-        return Traits()
-
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
         heads = geometry.num_heads
@@ -145,10 +141,6 @@ class Alibi2D(Scheme):
     source: ClassVar[str] = "https://arxiv.org/abs/2311.00566"
     kind: ClassVar[Kind] = "bias"
     inputs: ClassVar[tuple[Input, ...]] = ("images",)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits()
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
         return Alibi2DMechanism(geometry.num_heads)

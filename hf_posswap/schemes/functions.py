@@ -252,12 +252,16 @@ class FunctionBias(_FunctionScheme):
         return FunctionBiasMechanism(self, geometry)
 
 
-class FunctionBiasMechanism(DistanceMechanism):
-    """Adds what a function gives for each distance."""
+class _FunctionMechanism(Mechanism):
+    """What a function gives, at work in a model of a geometry."""
 
-    def __init__(self, scheme: FunctionBias, geometry: Geometry) -> None:
+    def __init__(self, scheme: _FunctionScheme, geometry: Geometry) -> None:
         super().__init__()
         self.scheme, self.geometry = scheme, geometry
+
+
+class FunctionBiasMechanism(_FunctionMechanism, DistanceMechanism):
+    """Adds what a function gives for each distance."""
 
     def distance_bias(self, distances: Tensor) -> Tensor:
         heads = self.geometry.num_heads
@@ -281,14 +285,10 @@ class FunctionScale(_FunctionScheme):
         return FunctionScaleMechanism(self, geometry)
 
 
-class FunctionScaleMechanism(Mechanism):
+class FunctionScaleMechanism(_FunctionMechanism):
     """Multiplies queries by what a function gives for their positions."""
 
     scales = True
-
-    def __init__(self, scheme: FunctionScale, geometry: Geometry) -> None:
-        super().__init__()
-        self.scheme, self.geometry = scheme, geometry
 
     def scale(self, query_positions: Tensor) -> Tensor:
         (rows, queries), heads = query_positions.shape, self.geometry.num_heads

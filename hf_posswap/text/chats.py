@@ -82,7 +82,10 @@ def row_document(row: object, name: str, column: str, *, chats: bool) -> Documen
         raise DataError(f"{name}: prompt and completion are both text or both lists of messages, got one of each.")
     fields |= {key: given[key] for key in _OPTIONS if key in given}
     if isinstance(fields.get("tools"), str):
-        fields["tools"] = _parse_tools(fields["tools"], name)
+        try:
+            fields["tools"] = json.loads(fields["tools"])
+        except ValueError as error:
+            raise DataError(f"{name}: tools is no JSON ({error}): give a list of JSON schemas.") from error
     return Chat(name, json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str), fields)
 
 
@@ -113,13 +116,6 @@ def _checked(value: object, key: str, name: str, *, text: bool) -> Any:
             raise DataError(f"{name}: {key} is {expected}; {key}[{number}] is {brief_repr(message)}.")
         messages.append({field: item for field, item in message.items() if item is not None or field == "content"})
     return messages
-
-
-def _parse_tools(tools: str, name: str) -> object:
-    try:
-        return json.loads(tools)
-    except ValueError as error:
-        raise DataError(f"{name}: tools is no JSON ({error}): give a list of JSON schemas.") from error
 
 
 @dataclass

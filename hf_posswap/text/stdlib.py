@@ -114,7 +114,7 @@ def split(documents: Iterable[Document], held_out: float) -> Corpus:
     if not 0 < held_out < 1:
         raise DataError(f"held_out is a share between 0 and 1, got {held_out}.")
     unique = {document.text: document for document in sorted(documents, key=lambda d: d.name, reverse=True)}
-    positioned = sorted((_hash_position(document.name), document.name, document) for document in unique.values())
+    positioned = sorted((hash_position(document.name), document.name, document) for document in unique.values())
     corpus = Corpus(
         train=tuple(document for position, _, document in positioned if position >= held_out),
         held_out=tuple(document for position, _, document in positioned if position < held_out),
@@ -126,7 +126,7 @@ def split(documents: Iterable[Document], held_out: float) -> Corpus:
     return corpus
 
 
-def _hash_position(name: str) -> float:
+def hash_position(name: str) -> float:
     """Return a number in [0, 1) that depends only on `name`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") / 2**56
 

@@ -273,7 +273,11 @@ def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -
     from transformers import PreTrainedTokenizerFast
 
     tokens = _list(fields, "tokens")
-    special = {name: _token(tokens, fields.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _SPECIAL.items()}
+    numbers = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    special = {
+        name: tokens[int(number)] if number is not None and int(number) < len(tokens) else None
+        for name, number in numbers.items()
+    }
     first = special["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", begins) else None
     last = special["eos_token"] if fields.get("tokenizer.ggml.add_eos_token", False) else None
     content["post_processor"] = _around(first, last, tokens)
@@ -348,10 +352,6 @@ def _pair(merge: str) -> list[str]:
     """Return the two halves of a merge; the first may begin with a space."""
     at = merge.find(" ", 1)
     return [merge[:at], merge[at + 1 :]]
-
-
-def _token(tokens: list[str], index: int | None) -> str | None:
-    return tokens[int(index)] if index is not None and int(index) < len(tokens) else None
 
 
 def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str, object] | None:

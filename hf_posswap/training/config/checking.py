@@ -213,7 +213,15 @@ def _training(recipe: Recipe) -> Iterator[Problem]:
     if settings.warmup_steps > settings.max_steps and not recipe.stages:
         message = f"{settings.warmup_steps:g} steps of warm-up in a training of {settings.max_steps}."
         yield Problem("training.warmup_steps", message, ("training.max_steps", "stages"))
-    yield from _optim(settings.optim)
+    if settings.optim is not None and settings.optim.startswith(_MODULE_OPTIMIZERS):
+        message = f"{settings.optim} builds its own parameter groups, and a recipe sets theirs by `trainable`."
+        yield Problem("training.optim", message)
+    if settings.optim is not None and settings.optim.startswith("schedule_free"):
+        message = (
+            f"{settings.optim} evaluates a model at other weights than it trains, and a recipe measures and saves the "
+            "latter."
+        )
+        yield Problem("training.optim", message)
 
 
 def _sizes(recipe: Recipe) -> Iterator[Problem]:
@@ -242,17 +250,6 @@ def _computing(recipe: Recipe) -> Iterator[Problem]:
         if isinstance(options, Mapping) and options.get("offload") and not recipe.checkpoints_activations:
             message = "offload keeps checkpointed activations elsewhere; set training.gradient_checkpointing too."
             yield Problem(f"training.{name}", message, ("training.gradient_checkpointing",))
-
-
-def _optim(optim: str | None) -> Iterator[Problem]:
-    if optim is not None and optim.startswith(_MODULE_OPTIMIZERS):
-        message = f"{optim} builds its own parameter groups, and a recipe sets theirs by `trainable`."
-        yield Problem("training.optim", message)
-    if optim is not None and optim.startswith("schedule_free"):
-        message = (
-            f"{optim} evaluates a model at other weights than it trains, and a recipe measures and saves the latter."
-        )
-        yield Problem("training.optim", message)
 
 
 def _hub(recipe: Recipe) -> Iterator[Problem]:

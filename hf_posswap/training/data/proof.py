@@ -44,8 +44,10 @@ def _prove(model: PreTrainedModel, windows: TokenWindows, collate: Collate) -> N
     item_and_border = None if packing in ("none", "concatenated") else _border(windows)
     if item_and_border is None:
         return
-    window, border = _around_border(windows, *item_and_border)
-    batch = collate([window])
+    item, at = item_and_border
+    start = max(0, at - _AROUND)
+    border = at - start  # in the tokens around it
+    batch = collate([{name: value[start : at + _AROUND] for name, value in windows[item].items() if name != "labels"}])
     batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     mask = batch.get("attention_mask")
     if mask is not None and mask.is_floating_point() and mask.dtype != model.dtype:
@@ -111,13 +113,6 @@ def _border(windows: TokenWindows) -> tuple[int, int] | None:
         if jumps.any():
             return item, int(jumps.nonzero()[0]) + 1
     return None
-
-
-def _around_border(windows: TokenWindows, item: int, at: int) -> tuple[dict[str, Tensor], int]:
-    """Return the tokens around index `at` of one item, and that index in them."""
-    start = max(0, at - _AROUND)
-    window = {name: value[start : at + _AROUND] for name, value in windows[item].items() if name != "labels"}
-    return window, at - start
 
 
 def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, Any]:

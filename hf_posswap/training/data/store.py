@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from hf_posswap.errors import CheckpointError, DataError
 from hf_posswap.text.chats import Chat, ChatEncoder
-from hf_posswap.text.stdlib import Document
+from hf_posswap.text.stdlib import Document, hash_position
 from hf_posswap.training.data.settings import Source
 from hf_posswap.training.data.sources import Say, TokenizingProgress, source_documents, source_identity
 from hf_posswap.utils.atomic_io import read_json, replacing, writable_folder, write_json
@@ -232,8 +232,8 @@ def _write_groups(
                 rows["without_loss"] += 1
                 continue
             if source_decision is None:
-                hash_positions.add(_hash_position(document.text))
-            is_held_out = _hash_position(document.text) < held_out if source_decision is None else source_decision
+                hash_positions.add(hash_position(document.text))
+            is_held_out = hash_position(document.text) < held_out if source_decision is None else source_decision
             splits[is_held_out].write(ids, counted)
     return hash_positions, rows
 
@@ -385,8 +385,3 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]
         "eos": tokenizer.eos_token,
         "chat_template": getattr(tokenizer, "chat_template", None),
     }
-
-
-def _hash_position(text: str) -> float:
-    """Return a hash of `text` in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56
