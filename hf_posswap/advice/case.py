@@ -24,8 +24,7 @@ from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 Kind = Literal["learned", "rope", "encoder", "unlimited", "other"]
 _PLACEHOLDER = "MODEL"
@@ -113,7 +112,7 @@ def read_case(model: Any, length: int, budget: float | None, serve: str | None) 
     return Case(name, skeleton, report, _kind_of(skeleton, report), count, length, int(budget or 0), serve)
 
 
-def named_source(model: nn.Module) -> tuple[str, object]:
+def named_source(model: object) -> tuple[str, object]:
     """Return the model's name for commands, and the source to read it from; only code of transformers is run."""
     import transformers
 
@@ -125,18 +124,14 @@ def named_source(model: nn.Module) -> tuple[str, object]:
         return str(getattr(getattr(model, "config", model), "name_or_path", "") or _PLACEHOLDER), model
     if issubclass(model, transformers.PreTrainedModel):
         config: Any = model.config_class
-        return _PLACEHOLDER, _with_class(config(), model)
+        made = config()
+        made.architectures = [model.__name__]
+        if model_class_of(made) is not model:
+            raise OptionError(f"{model.__name__} is no class of transformers that a config can name.")
+        return _PLACEHOLDER, made
     if issubclass(model, transformers.PreTrainedConfig):
         return _PLACEHOLDER, model()
     raise OptionError(f"{model.__name__} is a class of neither a model nor a config of transformers.")
-
-
-def _with_class(config: PreTrainedConfig, model_class: type) -> PreTrainedConfig:
-    """Return `config` with `model_class` in its architectures."""
-    config.architectures = [model_class.__name__]
-    if model_class_of(config) is not model_class:
-        raise OptionError(f"{model_class.__name__} is no class of transformers that a config can name.")
-    return config
 
 
 def _kind_of(model: PreTrainedModel, report: PositionReport) -> Kind:

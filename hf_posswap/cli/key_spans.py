@@ -47,7 +47,15 @@ def key_spans(
     posswap compare llama +yarn --metrics longppl --key-spans spans.json --lengths 32768 --text books/
     """
     source = source_of(model)
-    _check_numbers(length, short, stride, documents, gain, limit)
+    if not 2 <= short < length:  # with these values no text could have key tokens
+        raise OptionError(f"--short is at least 2 and less than --length, got --short {short} --length {length}.")
+    if not 1 <= stride <= short:
+        raise OptionError(f"--stride is at least 1 and at most --short, got --stride {stride} --short {short}.")
+    if documents < 1:
+        raise OptionError(f"--documents is a whole number of at least 1, got {documents}.")
+    for name, value in (("--gain", gain), ("--limit", limit)):
+        if not math.isfinite(value):
+            raise OptionError(f"{name} is a number of nats, got {value}.")
     requested = requested_text(text)
     with quiet_library():
         from hf_posswap.comparison.documents import check_paths, text_and_count
@@ -68,19 +76,6 @@ def key_spans(
             )
         spans.save(target)
     show_lines(f"{count} key tokens in {len(spans.spans)} documents of {length} tokens: {shown(out)}")
-
-
-def _check_numbers(length: int, short: int, stride: int, documents: int, gain: float, limit: float) -> None:
-    """Raise an OptionError for values with which no text could have key tokens, before anything is loaded."""
-    if not 2 <= short < length:
-        raise OptionError(f"--short is at least 2 and less than --length, got --short {short} --length {length}.")
-    if not 1 <= stride <= short:
-        raise OptionError(f"--stride is at least 1 and at most --short, got --stride {stride} --short {short}.")
-    if documents < 1:
-        raise OptionError(f"--documents is a whole number of at least 1, got {documents}.")
-    for name, value in (("--gain", gain), ("--limit", limit)):
-        if not math.isfinite(value):
-            raise OptionError(f"{name} is a number of nats, got {value}.")
 
 
 def _prepare(

@@ -16,7 +16,7 @@ from hf_posswap.comparison.documents import TEXT, check_paths, text_and_count
 from hf_posswap.comparison.measuring import measure_all, prepare
 from hf_posswap.comparison.names import candidate_names, reference_name
 from hf_posswap.comparison.pictures import draw_pictures, require_pictures
-from hf_posswap.comparison.ranks import Ranks, open_ranks
+from hf_posswap.comparison.ranks import open_ranks
 from hf_posswap.comparison.results import keep_date, write_results
 from hf_posswap.comparison.settings import EvalSettings, merge_settings
 from hf_posswap.errors import CheckpointError, OptionError
@@ -300,7 +300,10 @@ def compare(
     loaded_tokenizer = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
     loader = ModelLoader({}, ranks.device if device is None else device, dtype, trust_remote_code)
-    with _open_store(folder, ranks) as store:  # before weights are loaded, because it may be in use
+    # before weights are loaded, because it may be in use; the main process is first, and repairs torn lines
+    main = ranks.agree(lambda: RunStore(folder) if ranks.is_main else None)
+    other = ranks.agree(lambda: None if ranks.is_main else RunStore(folder, ranks.index))
+    with main or other or RunStore(folder) as store:
         works, lengths = ranks.agree(
             lambda: prepare(chosen, names, reference, loaded_tokenizer, text, column, settings, store, loader)
         )
@@ -324,13 +327,6 @@ def _with_length(candidate: Candidate, max_length: int | None) -> Candidate:
     if candidate.scheme is None or candidate.max_length is not None:
         return candidate
     return replace(candidate, max_length=max_length)
-
-
-def _open_store(folder: Path | None, ranks: Ranks) -> RunStore:
-    """Return the store of this process. The main process opens first: it checks the lock and repairs torn lines."""
-    store = ranks.agree(lambda: RunStore(folder) if ranks.is_main else None)
-    other = ranks.agree(lambda: None if ranks.is_main else RunStore(folder, ranks.index))
-    return store or other or RunStore(folder)
 
 
 def _write(results: dict[str, Any], folder: Path, pictures: bool) -> None:

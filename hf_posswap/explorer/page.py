@@ -206,9 +206,28 @@ def about_model(facts: ModelFacts) -> list[Markup]:
     sections = [tag("section", tag("h2", "The model"), _pairs(explanation.report.rows()), id="model")]
     if explanation.plan is not None or explanation.refusal is not None or explanation.schemes:
         sections.append(_plan_section(facts))
-    sections.append(_costs_section(facts))
+    rows = [
+        [f"{cost.length:,}", human_bytes(cost.cache), human_bytes(cost.forward), f"{cost.operations / 1e12:,.3g} T"]
+        for cost in facts.costs
+    ]
+    head = ("tokens", "keys and values", "a forward, at most", "operations")
+    note = (
+        "For one text, beyond the weights, in the precision of the config. The memory of a forward of all tokens is an "
+        "upper bound by the formula; kernels need less. Operations are those of one forward. Computed from the shapes, "
+        "not measured."
+    )
+    table = tag("div", _table(head, rows, numbers=True), class_="scroll")
+    sections.append(tag("section", tag("h2", "Cost by length"), tag("p", note, class_="note"), table, id="costs"))
     if facts.serving:
-        sections.append(_serving_section(facts))
+        rows = []
+        for serving in facts.serving:
+            converted = f"as a {serving.converted}, by posswap to-native: " if serving.converted else ""
+            verdict = tag("span", serving.verdict, class_=f"verdict {serving.verdict}")
+            why = tag("span", f"{converted}{serving.why}", tag("small", f" {serving.known}"))
+            rows.append([serving.target, verdict, why])
+        heading = "Which programs support it" if explanation.plan is None else "Which programs support the result"
+        table = _table(("program", "verdict", "why, and known from"), rows)
+        sections.append(tag("section", tag("h2", heading), table, id="serving"))
     commands = tag("pre", "\n".join(facts.commands), class_="commands", tabindex=0)
     return [*sections, tag("section", tag("h2", "Next commands"), commands, id="commands")]
 
@@ -225,32 +244,6 @@ def _plan_section(facts: ModelFacts) -> Markup:
     edits = tag("div", _table(EDIT_HEADER, [list(row) for row in explanation.plan.edit_rows()]), class_="scroll")
     title = tag("p", explanation.plan.title, class_="lead")
     return tag("section", tag("h2", "The swap"), title, edits, _pairs(explanation.plan.fact_rows()), id="plan")
-
-
-def _costs_section(facts: ModelFacts) -> Markup:
-    rows = [
-        [f"{cost.length:,}", human_bytes(cost.cache), human_bytes(cost.forward), f"{cost.operations / 1e12:,.3g} T"]
-        for cost in facts.costs
-    ]
-    head = ("tokens", "keys and values", "a forward, at most", "operations")
-    note = (
-        "For one text, beyond the weights, in the precision of the config. The memory of a forward of all tokens is an "
-        "upper bound by the formula; kernels need less. Operations are those of one forward. Computed from the shapes, "
-        "not measured."
-    )
-    table = tag("div", _table(head, rows, numbers=True), class_="scroll")
-    return tag("section", tag("h2", "Cost by length"), tag("p", note, class_="note"), table, id="costs")
-
-
-def _serving_section(facts: ModelFacts) -> Markup:
-    rows = []
-    for serving in facts.serving:
-        converted = f"as a {serving.converted}, by posswap to-native: " if serving.converted else ""
-        verdict = tag("span", serving.verdict, class_=f"verdict {serving.verdict}")
-        why = tag("span", f"{converted}{serving.why}", tag("small", f" {serving.known}"))
-        rows.append([serving.target, verdict, why])
-    heading = "Which programs support it" if facts.explanation.plan is None else "Which programs support the result"
-    return tag("section", tag("h2", heading), _table(("program", "verdict", "why, and known from"), rows), id="serving")
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Markup:

@@ -29,6 +29,7 @@ from hf_posswap.training.trainer_callback import PosswapCallback
 from hf_posswap.utils.printable import brief_repr
 
 if TYPE_CHECKING:
+    import numpy as np
     from axolotl.utils.dict import DictDefault
     from transformers import PreTrainedModel
 
@@ -198,7 +199,7 @@ def swap(model: PreTrainedModel, settings: PosswapSettings, cfg: DictDefault) ->
         fit_rotation(model, rows)
 
 
-def fitting_rows(settings: PosswapSettings, cfg: DictDefault, length: int) -> list[object]:
+def fitting_rows(settings: PosswapSettings, cfg: DictDefault, length: int) -> list[np.ndarray]:
     """Return the beginnings of the texts of a fit as token ids, each of at most `length`.
 
     Raises:
@@ -208,7 +209,7 @@ def fitting_rows(settings: PosswapSettings, cfg: DictDefault, length: int) -> li
     tokenizer = load_tokenizer(
         source, instead="set tokenizer_config", trust_remote_code=bool(cfg.get("trust_remote_code"))
     )
-    rows: list[object] = []
+    rows: list[np.ndarray] = []
     for path in files_below(Path(str(settings.fit_text))):
         for document in file_documents(path, "text"):
             row = token_stream([document], tokenizer)[:length]

@@ -244,17 +244,12 @@ def _runs(first: np.ndarray, end: np.ndarray, rows: tuple[int, int]) -> Iterator
         if continues and (query - start == 1 or steps[query - 1] == steps[start]):
             continue
         if high[start]:
-            yield _segment(low, high, start, query, steps[start] if query - start > 1 else (0, 0), rows)
+            step = steps[start] if query - start > 1 else (0, 0)
+            keys = low[start], high[query - 1]
+            begins = 0 if step[0] else None
+            ends = high[start] - 1 - low[start] if step[1] else None
+            yield Segment(rows, (start, query), keys, begins, ends)
         start = query
-
-
-def _segment(
-    low: list[int], high: list[int], start: int, stop: int, step: tuple[int, int], rows: tuple[int, int]
-) -> Segment:
-    keys = low[start], high[stop - 1]
-    first = 0 if step[0] else None
-    last = high[start] - 1 - low[start] if step[1] else None
-    return Segment(rows, (start, stop), keys, first, last)
 
 
 def placed(segment: Segment, query: Tensor, key: Tensor) -> list[tuple[Segment, bool]]:

@@ -221,7 +221,16 @@ class FireMechanism(Mechanism):
         reference = torch.maximum(query_positions.to(dtype), threshold)[:, :, None]  # [B, Q, 1]
         share = self._psi(distance) / (self._psi(reference) + EPSILON)  # [B, Q, K]
         with without_autocast(share):
-            return self._network(share)
+            # f_h of `share`, [B, H, Q, K]
+            flat = share.flatten(1)[:, None]  # [B, 1, Q K]
+            if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
+                return self._of(flat).unflatten(2, share.shape[1:])
+            out = flat.new_empty(len(flat), len(self.out_bias), flat.shape[2])  # [B, H, Q K]
+            pairs = max(1, IN_CACHE // len(flat)) if flat.device.type == "cpu" else max(1, flat.shape[2])
+            for start in range(0, flat.shape[2], pairs):
+                some = slice(start, start + pairs)
+                out[..., some] = self._of(flat[..., some])
+            return out.unflatten(2, share.shape[1:])
 
     def piecewise_bias(self, distances: Tensor, query_positions: Tensor) -> PiecewiseBias:
         weight, shift = self.hidden_weight.double(), self.hidden_bias.double()  # [W]
@@ -250,18 +259,6 @@ class FireMechanism(Mechanism):
             line, factors, torch.where(has_knot, knots, torch.inf), line_offset[:, None] - drops,
             line_slope[:, None] + turns, bends, (weight < 0)[order],
         )  # fmt: skip
-
-    def _network(self, share: Tensor) -> Tensor:
-        """Return f_h of `share` [B, Q, K], [B, H, Q, K]."""
-        flat = share.flatten(1)[:, None]  # [B, 1, Q K]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
-            return self._of(flat).unflatten(2, share.shape[1:])
-        out = flat.new_empty(len(flat), len(self.out_bias), flat.shape[2])  # [B, H, Q K]
-        pairs = max(1, IN_CACHE // len(flat)) if flat.device.type == "cpu" else max(1, flat.shape[2])
-        for start in range(0, flat.shape[2], pairs):
-            some = slice(start, start + pairs)
-            out[..., some] = self._of(flat[..., some])
-        return out.unflatten(2, share.shape[1:])
 
     def _of(self, share: Tensor) -> Tensor:
         """Return f_h of `share` [B, 1, n], [B, H, n]."""

@@ -219,7 +219,12 @@ class Sinusoidal(TableScheme):
     def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         scale = self._scale()
         if self.ridge is not None:
-            return self._sized(old.detach().cpu().double(), rows, scale).float()
+            # built from its config alone, a model has another table, or uninitialized memory, until weights are loaded
+            existing = old.detach().cpu().double()
+            there = bool(existing.isfinite().all() and existing.any())
+            fitted = self._fitted(existing, rows) if there else self.waves(rows, existing.shape[1])
+            size = fitted.square().mean().sqrt().item()
+            return (fitted if size == scale else fitted * (scale / size)).float()
         return (self.waves(rows, geometry.row_width) * scale).float()  # [P, E]
 
     def _scale(self) -> float:
@@ -270,16 +275,6 @@ class Sinusoidal(TableScheme):
         if self.layout == "halves":
             return torch.cat(waves, dim=-1)
         return torch.stack(waves, dim=-1).flatten(-2)
-
-    def _sized(self, old: Tensor, rows: int, scale: float) -> Tensor:
-        """Return rows fitted to `old` [L, E], with the root mean square `scale` that the fit found; [rows, E], float64.
-
-        A model built from its config alone has another table, or uninitialized memory, until its weights are loaded.
-        """
-        there = bool(old.isfinite().all() and old.any())
-        fitted = self._fitted(old, rows) if there else self.waves(rows, old.shape[1])
-        size = fitted.square().mean().sqrt().item()
-        return fitted if size == scale else fitted * (scale / size)
 
     def _fitted(self, old: Tensor, rows: int) -> Tensor:
         """Return S(p) W + m of the table `old` [L, E], [rows, E], float64."""

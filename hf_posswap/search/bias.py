@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from hf_posswap.schemes import PerLayer, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.common.bias import LinearBias
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.profiles import (
     NEGLIGIBLE,
     check_rows,
@@ -40,7 +41,7 @@ _OWNER = "fit_bias"
 
 @alone()
 def fit_bias(
-    model: PreTrainedModel, scheme: Scheme | str | dict[str, object], tokens: Any, *, progress: bool | None = None
+    model: PreTrainedModel, scheme: Scheme | str | dict[str, object], tokens: TokenRows, *, progress: bool | None = None
 ) -> PerLayer:
     """Return `scheme` with the bias per layer and head that best approximates the effect of the position table.
 

@@ -25,6 +25,8 @@ from hf_posswap.text.tokens import token_stream
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+TokenRows = Tensor | np.ndarray | Sequence[Sequence[int] | np.ndarray | Tensor]
+"""Rows of token ids, one per text, of any length."""
 _CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
 
 
@@ -111,7 +113,7 @@ def _tokens(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> np.nd
         return token_stream([Document("text", start)], tokenizer)
 
 
-def token_rows(rows: Any, name: str = "tokens") -> list[np.ndarray]:
+def token_rows(rows: TokenRows, name: str = "tokens") -> list[np.ndarray]:
     """Return each of `rows` of token ids, lists, arrays or tensors, as an array [any length >= 1].
 
     Args:

@@ -28,7 +28,7 @@ from hf_posswap.rope_math import CosSin
 from hf_posswap.schemes import PRope
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import Rope, RotaryMechanism, RotaryScheme, own_theta
-from hf_posswap.search.fitness import evaluating, token_rows
+from hf_posswap.search.fitness import TokenRows, evaluating, token_rows
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Layer(RotaryMechanism):
         return super().rotate_key(key, prepared)
 
 
-def rank_pairs(model: PreTrainedModel, tokens: Tensor | None = None) -> Tensor:
+def rank_pairs(model: PreTrainedModel, tokens: TokenRows | None = None) -> Tensor:
     """Return the weight of each rotary pair in the scores of each key head, ||q_i|| ||k_i||, for each layer.
 
     With `tokens` these are the mean norms of the model's queries and keys on them (their product is the mean over all
@@ -166,7 +166,7 @@ def rank_pairs(model: PreTrainedModel, tokens: Tensor | None = None) -> Tensor:
 
 
 def select_pairs(
-    model: PreTrainedModel, share: float, tokens: Tensor | None = None, *, by_head: bool = True
+    model: PreTrainedModel, share: float, tokens: TokenRows | None = None, *, by_head: bool = True
 ) -> dict[int, PRope]:
     """Return, for each layer, the p-RoPE that keeps the `share` of rotary pairs with the largest 2-norms.
 

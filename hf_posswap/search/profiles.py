@@ -24,7 +24,7 @@ from hf_posswap.schemes import Learned
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.search.fitness import evaluating, token_rows
+from hf_posswap.search.fitness import TokenRows, evaluating, token_rows
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def shared_layers(name: str) -> str:
     )
 
 
-def check_rows(tokens: Tensor | None, model: PreTrainedModel, sites: Sites) -> list[np.ndarray]:
+def check_rows(tokens: TokenRows, model: PreTrainedModel, sites: Sites) -> list[np.ndarray]:
     """Return `tokens` as rows of token ids within the table of `model`.
 
     Raises:

@@ -19,6 +19,7 @@ from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
 from hf_posswap.search.profiles import (
     LayerWatch,
@@ -93,7 +94,7 @@ class RotationFit(ResultView):
 
 @alone()
 @torch.no_grad()
-def fit_rotation(model: PreTrainedModel, tokens: Any, *, progress: bool | None = None) -> RotationFit:
+def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | None = None) -> RotationFit:
     """Fit the queries and keys of a model swapped from a learned table to a partial rotation to the table's effect.
 
     A swap alone rotates the first R of the D dimensions of each head, whatever they contain, and disables heads that

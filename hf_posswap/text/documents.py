@@ -44,7 +44,13 @@ def saved_data_set(path: str | Path, preferred: tuple[str, ...] = ()) -> Path | 
         if split is not None:
             raise DataError(f"{path}: {folder} is one data set without splits; give {folder}.")
         return folder
-    splits = _splits_in(folder)
+    try:
+        content = read_bounded_json(folder / _SEVERAL)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / _SEVERAL} cannot be read: {error}.") from error
+    splits: list[str] | None = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(splits, list) or not all(_is_split(folder, name) for name in splits):
+        raise DataError(f"{folder / _SEVERAL} does not name the splits in {folder}: save the data set again.")
     if split is None:
         candidates = splits if len(splits) == 1 else [name for name in preferred if name in splits]
         split = next(iter(candidates), None)
@@ -60,17 +66,6 @@ def _parse(path: Path) -> tuple[Path | None, str | None]:
         return path, None
     name, colon, split = str(path).rpartition(":")
     return (Path(name), split) if colon and split and Path(name).is_dir() else (None, None)
-
-
-def _splits_in(folder: Path) -> list[str]:
-    try:
-        content = read_bounded_json(folder / _SEVERAL)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / _SEVERAL} cannot be read: {error}.") from error
-    splits = content.get("splits") if isinstance(content, dict) else None
-    if not isinstance(splits, list) or not all(_is_split(folder, name) for name in splits):
-        raise DataError(f"{folder / _SEVERAL} does not name the splits in {folder}: save the data set again.")
-    return splits
 
 
 def _is_split(folder: Path, name: object) -> bool:

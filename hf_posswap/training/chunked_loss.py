@@ -230,7 +230,12 @@ def chunking_problem(model: PreTrainedModel, inputs: dict[str, Any], *, chunk: i
         return str(error)
     batch = _few_tokens(inputs, inner.device)
     loss = causal_loss if causal else masked_loss
-    parameters = _some_parameters(model)
+    # up to 24 trained ones, half from the start and half from the end, so that the head is included
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() <= _LARGEST}
+    names = list(trained)
+    half = _PARAMETERS // 2
+    chosen = names if len(names) <= _PARAMETERS else [*names[:half], *names[-half:]]
+    parameters = {name: trained[name] for name in chosen}
     training = model.training
     model.eval()
     try:
@@ -284,15 +289,6 @@ def _few_tokens(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
         else:
             batch[name] = value[row : row + 1, :_TOKENS].to(device)
     return batch
-
-
-def _some_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return up to 24 trained parameters, half from the start and half from the end, so that the head is included."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() <= _LARGEST}
-    names = list(trained)
-    half = _PARAMETERS // 2
-    chosen = names if len(names) <= _PARAMETERS else [*names[:half], *names[-half:]]
-    return {name: trained[name] for name in chosen}
 
 
 def _tolerance(inner: PreTrainedModel) -> float:

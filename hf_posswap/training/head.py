@@ -134,7 +134,11 @@ def _split(
             "its config, or hold all logits at once."
         )
     path, output, states = captured[0]
-    head = _make_head(inner, original, path, _without_states(output))
+    # without the tensors of all tokens, which a head that keeps the output would hold as long as itself
+    changed = _with_states(output, output[0].new_empty(0))
+    if not isinstance(changed, tuple) and getattr(changed, "hidden_states", None) is not None:
+        changed["hidden_states"] = None
+    head = _make_head(inner, original, path, changed)
     if not kwargs.get("output_hidden_states"):
         return BodyAndHead(states, head)
     hidden_states = getattr(output, "hidden_states", None)
@@ -219,14 +223,6 @@ def _with_states(output: ModelOutput | tuple[Tensor, ...], states: Tensor) -> Mo
         return (states, *output[1:])
     changed = copy.copy(output)
     changed["last_hidden_state"] = states
-    return changed
-
-
-def _without_states(output: ModelOutput | tuple[Tensor, ...]) -> ModelOutput | tuple[Tensor, ...]:
-    """Return `output` without the tensors of all tokens, which a head that keeps it would hold as long as itself."""
-    changed = _with_states(output, output[0].new_empty(0))
-    if not isinstance(changed, tuple) and getattr(changed, "hidden_states", None) is not None:
-        changed["hidden_states"] = None
     return changed
 
 

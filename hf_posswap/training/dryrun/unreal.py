@@ -127,7 +127,12 @@ class FakeStep(Watch):
                 )
             return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
         if fake and func in _INDEXED:
-            args = (args[0], _masks_as_indices(args[1]), *args[2:])
+            # real masks become the indices that they select
+            expanded: list[Tensor | None] = []
+            for index in args[1]:
+                is_real_mask = index is not None and index.dtype == torch.bool and not is_fake(index)
+                expanded += index.nonzero(as_tuple=True) if index is not None and is_real_mask else [index]
+            args = (args[0], expanded, *args[2:])
         if fake or self._is_unfilled(func, kwargs) or self._is_large(func, args, kwargs):
             with self.mode:
                 return func(*args, **kwargs)
@@ -143,12 +148,3 @@ class FakeStep(Watch):
         with self.mode:
             outputs = tensors_in(func(*args, **kwargs))
         return any(tensor.untyped_storage().nbytes() > _LARGE for tensor in outputs)
-
-
-def _masks_as_indices(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Return `indices` with real masks replaced by the indices that they select."""
-    expanded: list[Tensor | None] = []
-    for index in indices:
-        is_real_mask = index is not None and index.dtype == torch.bool and not is_fake(index)
-        expanded += index.nonzero(as_tuple=True) if index is not None and is_real_mask else [index]
-    return expanded
