@@ -16,6 +16,7 @@ from hf_posswap.plotting import (
     draw_passkey,
     draw_perplexity_by_length,
 )
+from hf_posswap.report.conclusion import ModelEntry, PositionRow
 from hf_posswap.report.looks import model_numbers
 from hf_posswap.report.words import differences_of, finding, scores_by_length
 
@@ -91,18 +92,18 @@ def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
     return drawn
 
 
-def _positions(model: dict[str, Any]) -> list[dict[str, Any]]:
+def _positions(model: ModelEntry) -> list[PositionRow]:
     """Return loss by position, of next tokens or of masked tokens."""
     return model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
 
 
-def _length_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
+def _length_curve(number: int | None, name: str, model: ModelEntry) -> Curve:
     """Return the curve of the `number`-th model, or of the sliding window, which has no number."""
     points = (Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in scores_by_length(model))
     return _curve(number, name, model, tuple(points))
 
 
-def _position_curve(number: int | None, name: str, model: dict[str, Any]) -> Curve:
+def _position_curve(number: int | None, name: str, model: ModelEntry) -> Curve:
     rows = [row for row in _positions(model) if row["start"] >= _FIRST_POSITION] or _positions(model)
     points = (
         Point((max(row["start"], 0.5) * row["stop"]) ** 0.5, row["loss"], row["low"], row["high"]) for row in rows
@@ -110,6 +111,6 @@ def _position_curve(number: int | None, name: str, model: dict[str, Any]) -> Cur
     return _curve(number, name, model, tuple(points))
 
 
-def _curve(number: int | None, name: str, model: dict[str, Any], points: tuple[Point, ...]) -> Curve:
+def _curve(number: int | None, name: str, model: ModelEntry, points: tuple[Point, ...]) -> Curve:
     ends = next(iter(model.get("cannot_run", {}).values()), None)
     return Curve(name, points, ends, reference=number is None, number=number)

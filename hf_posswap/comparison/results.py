@@ -168,7 +168,7 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
 
 def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, object]:
     """Return perplexity and interval at each length; columns are the same for all models."""
-    scores = {row["length"]: row for row in scores_by_length(model)}
+    scores: dict[int, Mapping[str, object]] = {row["length"]: row for row in scores_by_length(model)}
     fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))
     return {
         "_".join(("perplexity", str(length), *suffix)): scores[length][key] if length in scores else ""

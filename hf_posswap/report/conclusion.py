@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from hf_posswap.utils.format import interval_text
 
@@ -19,6 +19,191 @@ _SAME_TOKENS = 0.1
 """Trainings whose numbers of tokens differ by a smaller share count as equally long."""
 _LARGEST = 500.0
 """Larger differences, in nats per token, are converted to percent as this one, to avoid an overflow."""
+
+
+class Interval(TypedDict):
+    """A 95 % interval; None: too few documents for one."""
+
+    low: float | None
+    high: float | None
+
+
+class Change(Interval):
+    """A difference in nats per token, with its interval."""
+
+    difference: float
+
+
+class LengthRow(Interval):
+    """Perplexity at one length."""
+
+    length: int
+    perplexity: float
+    documents: int
+    tokens: int
+
+
+class PositionRow(Interval):
+    """The loss of the tokens from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    loss: float
+
+
+class GainRow(Interval):
+    """What `context` tokens of context gain on the same `tail`."""
+
+    context: int
+    gain: float
+    reference: bool
+    tail: int
+
+
+class DifferenceRow(Change):
+    """A paired difference at one length; `p_holm` is corrected over the lengths."""
+
+    length: int
+    p_holm: float | None
+
+
+class KeptRow(Change):
+    """The scores of tasks at one length, beside those of the baseline; `kept` is in percent of these."""
+
+    length: int
+    score: float
+    base_score: float
+    kept: float | None
+
+
+class FarContextRow(Interval):
+    """What the tokens beyond the window gain."""
+
+    further: int
+    tail: int
+    gain: float
+    verdict: str
+    reason: str | None
+
+
+class ShortLoss(TypedDict):
+    """The change of the loss within the window, with the bounds of its test."""
+
+    difference: float
+    lower: float | None
+    upper: float | None
+    margin: float
+    verdict: str
+    reason: str | None
+
+
+class ShortContext(TypedDict):
+    """The change within the window."""
+
+    loss: ShortLoss
+    length: int
+    agreement: float
+    divergence: float
+
+
+class NeedleCell(TypedDict):
+    """How many passkeys are found at one length and depth."""
+
+    length: int
+    depth: float
+    share: float
+    low: float
+    high: float
+    answer_nll: float
+
+
+class EffectiveLength(TypedDict):
+    """The length up to which passkeys are found."""
+
+    length: int | None
+    no_verdict: str | None
+
+
+class Needles(TypedDict):
+    """The grid of passkeys."""
+
+    trials: int
+    cells: list[NeedleCell]
+    effective_length: EffectiveLength
+
+
+class TaskCell(TypedDict):
+    """The score of one task at one length."""
+
+    task: str
+    length: int
+    score: float
+    prompts: int
+
+
+class Tasks(TypedDict):
+    """The scores of ruler_lite."""
+
+    cells: list[TaskCell]
+
+
+class RetrievalRow(TypedDict):
+    """How often an encoder finds a document of one length."""
+
+    length: int
+    accuracy: float
+    low: float
+    high: float
+    chance: float
+
+
+class VectorRow(Interval):
+    """The cosine of an encoder's vectors to those of the baseline, at one length."""
+
+    length: int
+    cosine: float
+
+
+class OffsetRow(Interval):
+    """The change of the loss of a passage that begins at `offset`."""
+
+    offset: int
+    change: float
+
+
+class CostRow(TypedDict):
+    """The speed at one length."""
+
+    length: int
+    tokens_per_second: float
+
+
+class MaskedScores(TypedDict):
+    """The scores of masked tokens."""
+
+    lengths: list[LengthRow]
+    positions: list[PositionRow]
+
+
+class ModelEntry(TypedDict, total=False):
+    """What results.json holds of a model; a metric that was not measured is missing."""
+
+    plan: dict[str, Any] | None
+    cannot_run: dict[str, str]
+    not_measured: dict[str, str]
+    ppl_prefix: list[LengthRow]
+    mlm_pos: MaskedScores
+    nll_pos: list[PositionRow]
+    ctx_gain: list[GainRow]
+    far_context: FarContextRow | None
+    against_sliding: list[DifferenceRow]
+    short_reg: ShortContext
+    passkey: Needles
+    ruler_lite: Tasks
+    retrieval: list[RetrievalRow]
+    vectors: list[VectorRow]
+    offset_probe: list[OffsetRow]
+    cost: list[CostRow]
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
-from hf_posswap.report.conclusion import percent
+from hf_posswap.report.conclusion import ModelEntry, NeedleCell, Needles, TaskCell, percent
 from hf_posswap.report.looks import look, mark, model_numbers
 from hf_posswap.report.markup import Markup, tag
 from hf_posswap.report.tables import Cell, heat_maps, sortable
 from hf_posswap.report.words import differences_of, effective, far_change, finding, number, scores_by_length
 
 Results = dict[str, Any]
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Mapping[str, Any]]
 _SLIDING_READS = (
     " The sliding window is the baseline without a longer reach: half-overlapping windows of the original size. A swap "
     "pays off where it is below that baseline."
@@ -35,7 +35,7 @@ def section(identity: str, title: str, lead: str, *content: Markup) -> Markup:
 
 
 def lines_of(
-    results: Results, rows_of: Callable[[dict[str, Any]], Rows], x: str, y: str, *, interval: bool = True
+    results: Results, rows_of: Callable[[ModelEntry], Rows], x: str, y: str, *, interval: bool = True
 ) -> list[Line]:
     """Return a line for each model that has rows.
 
@@ -132,7 +132,7 @@ def positions(results: Results) -> Markup | None:
     return section("positions", "Loss by position", lead, line_chart(lines, axes))
 
 
-def _position_rows(model: dict[str, Any]) -> Rows:
+def _position_rows(model: ModelEntry) -> Rows:
     rows = model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
     selected = [row for row in rows if row["start"] >= _FIRST_POSITION] or rows
     return [
@@ -168,7 +168,7 @@ def gain(results: Results) -> Markup | None:
     return section("gain", "Is far context used?", lead, line_chart(lines, axes))
 
 
-def _context_rows(model: dict[str, Any]) -> Rows:
+def _context_rows(model: ModelEntry) -> Rows:
     """Return the change of the loss by context, one row per amount of context; negative if the context helps."""
     return [{"context": row["context"]} | far_change(row) for row in model.get("ctx_gain", [])]
 
@@ -221,7 +221,7 @@ def needles(results: Results) -> Markup | None:
     return section("needles", "Is a hidden number found?", lead, grids, _reach(results, numbers, passkeys))
 
 
-def _passkey(cell: dict[str, Any]) -> tuple[float, str]:
+def _passkey(cell: NeedleCell) -> tuple[float, str]:
     lines = [
         f"{cell['share']:.0%} found, 95 % interval {cell['low']:.0%} to {cell['high']:.0%}",
         f"loss of the answer {cell['answer_nll']:.3g} nats per token",
@@ -230,7 +230,7 @@ def _passkey(cell: dict[str, Any]) -> tuple[float, str]:
     return cell["share"], json.dumps([title, [[None, "", text] for text in lines]])
 
 
-def _reach(results: Results, numbers: dict[str, int], passkeys: dict[str, Any]) -> Markup:
+def _reach(results: Results, numbers: dict[str, int], passkeys: dict[str, Needles]) -> Markup:
     """Return the effective lengths as bars, or only as text if no model has one."""
     reasons = {name: effective(grid, results["window"]) for name, grid in passkeys.items()}
     if all(grid["effective_length"]["length"] is None for grid in passkeys.values()):
@@ -274,7 +274,7 @@ def tasks(results: Results) -> Markup | None:
     )
 
 
-def _task(cell: dict[str, Any]) -> tuple[float, str]:
+def _task(cell: TaskCell) -> tuple[float, str]:
     score_text = f"{cell['score']:.0%} over {cell['prompts']} prompts"
     return cell["score"], json.dumps([f"{cell['task']}, {cell['length']:,} tokens", [[None, "", score_text]]])
 

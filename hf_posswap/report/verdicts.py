@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
-from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
+from hf_posswap.report.conclusion import (
+    SIGNIFICANT,
+    CostRow,
+    DifferenceRow,
+    FarContextRow,
+    KeptRow,
+    ModelEntry,
+    Needles,
+    RetrievalRow,
+    ShortContext,
+    ShortLoss,
+    Tasks,
+    VectorRow,
+    conclude,
+    inside_statement,
+    percent,
+)
 from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.sections import Results, section
@@ -41,7 +57,7 @@ def findings(results: Results) -> Markup:
     return tag("section", tag("h2", "In short"), tag("div", *cards, class_="cards"), id="findings")
 
 
-def _card(results: Results, number_of_model: int, name: str, model: dict[str, Any]) -> Markup:
+def _card(results: Results, number_of_model: int, name: str, model: ModelEntry) -> Markup:
     conclusion = conclude(results, name)
     sentences = [_long(results, model), inside_statement(results, name), *_changes(results, name)]
     sentences.append(far_statement(model))
@@ -62,7 +78,7 @@ def _card(results: Results, number_of_model: int, name: str, model: dict[str, An
     return tag("article", title, first, tag("ul", *(tag("li", text) for text in sentences if text)), class_="card")
 
 
-def _long(results: Results, model: dict[str, Any]) -> str | None:
+def _long(results: Results, model: ModelEntry) -> str | None:
     rows = scores_by_length(model)
     if not rows:
         return None
@@ -119,41 +135,41 @@ def overview(results: Results) -> Markup | None:
     return section("overview", "All numbers at a glance", lead, sortable([title for title, _ in columns], rows))
 
 
-def _perplexity(model: dict[str, Any], length: int) -> Cell:
+def _perplexity(model: Mapping[str, Any], length: int) -> Cell:
     row = next((row for row in scores_by_length(model) if row["length"] == length), None)
     if row is None:
         return Cell("–", None, model["cannot_run"].get(str(length)))
     return Cell(number(row["perplexity"]), row["perplexity"], interval_text(row, number))
 
 
-def _short(short: dict[str, Any]) -> Cell:
+def _short(short: ShortContext) -> Cell:
     return Cell(f"{short['loss']['difference']:+.3f}", short["loss"]["difference"], short["loss"]["verdict"])
 
 
-def _effective(passkey: dict[str, Any]) -> Cell:
+def _effective(passkey: Needles) -> Cell:
     length = passkey["effective_length"]["length"]
     return Cell("no verdict") if length is None else Cell(f"{length:,}", length)
 
 
-def _tasks(ruler: dict[str, Any]) -> Cell:
+def _tasks(ruler: Tasks) -> Cell:
     length, score = list(task_scores(ruler).items())[-1]
     return Cell(f"{score:.0%}", score, f"at {length:,}")
 
 
-def _tasks_kept(rows: Sequence[dict[str, Any]]) -> Cell:
+def _tasks_kept(rows: Sequence[KeptRow]) -> Cell:
     return Cell(kept_text(rows[-1]), rows[-1]["kept"], f"at {rows[-1]['length']:,}")
 
 
-def _speed(rows: Sequence[dict[str, Any]]) -> Cell:
+def _speed(rows: Sequence[CostRow]) -> Cell:
     return Cell(f"{rows[-1]['tokens_per_second']:,.0f}", rows[-1]["tokens_per_second"], f"at {rows[-1]['length']:,}")
 
 
-def _far(far: dict[str, Any]) -> Cell:
+def _far(far: FarContextRow) -> Cell:
     change = far_change(far)["difference"]
     return Cell(f"{change:+.3f}", change, far["verdict"])
 
 
-def _sliding(rows: Sequence[dict[str, Any]]) -> Cell:
+def _sliding(rows: Sequence[DifferenceRow]) -> Cell:
     last = rows[-1]
     is_significant = last["p_holm"] is not None and last["p_holm"] <= SIGNIFICANT
     verdict = ("below" if last["difference"] < 0 else "above") if is_significant else "no significant difference"
@@ -161,11 +177,11 @@ def _sliding(rows: Sequence[dict[str, Any]]) -> Cell:
     return Cell(f"{last['difference']:+.3f}", last["difference"], f"{change}, {verdict} at {last['length']:,}")
 
 
-def _retrieved(rows: Sequence[dict[str, Any]]) -> Cell:
+def _retrieved(rows: Sequence[RetrievalRow]) -> Cell:
     return Cell(f"{rows[-1]['accuracy']:.0%}", rows[-1]["accuracy"], f"at {rows[-1]['length']:,}")
 
 
-def _near(rows: Sequence[dict[str, Any]]) -> Cell:
+def _near(rows: Sequence[VectorRow]) -> Cell:
     return Cell(f"{rows[-1]['cosine']:.3f}", rows[-1]["cosine"], f"at {rows[-1]['length']:,}")
 
 
@@ -207,7 +223,7 @@ def short_context(results: Results) -> Markup | None:
 def _interval(
     number_of_model: int,
     name: str,
-    short: dict[str, Any],
+    short: ShortContext,
     statement: str | None,
     margin: float,
     low: float,
@@ -236,7 +252,7 @@ def _interval(
     return tag("div", head, tag("div", track, class_="track"), sentence, class_="row")
 
 
-def _bar(loss: dict[str, Any]) -> tuple[float, float]:
+def _bar(loss: ShortLoss) -> tuple[float, float]:
     """Return the ends of a change's interval, or the change itself without an interval."""
     return (
         loss["difference"] if loss["lower"] is None else loss["lower"],

@@ -5,17 +5,33 @@ The paired difference of each model from the baseline is found by length, docume
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posswap.report.conclusion import SIGNIFICANT, conclude, lower_or_higher, percent
+from hf_posswap.report.conclusion import (
+    SIGNIFICANT,
+    Change,
+    DifferenceRow,
+    FarContextRow,
+    GainRow,
+    KeptRow,
+    LengthRow,
+    ModelEntry,
+    Needles,
+    RetrievalRow,
+    Tasks,
+    VectorRow,
+    conclude,
+    lower_or_higher,
+    percent,
+)
 from hf_posswap.utils.format import interval_text
 
 _LONGEST_NAME = 48
 
 
-def scores_by_length(model: dict[str, Any]) -> list[dict[str, Any]]:
+def scores_by_length(model: Mapping[str, Any]) -> list[LengthRow]:
     """Return perplexity by length, of next tokens or of masked tokens; empty if it was not measured."""
     return model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
 
@@ -42,7 +58,7 @@ def times(length: int, window: int) -> str:
     return f"{number(length / window)} times the window" if length > window else "within the window"
 
 
-def length_change(row: dict[str, Any], base: str) -> str:
+def length_change(row: DifferenceRow, base: str) -> str:
     """Summarize a row of `comparisons`: the difference from the baseline, its interval, and whether it is significant.
 
     Example:
@@ -73,7 +89,7 @@ def with_tasks_kept(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def task_scores(ruler: dict[str, Any]) -> dict[int, float]:
+def task_scores(ruler: Tasks) -> dict[int, float]:
     """Return the mean score of all tasks of ruler_lite by length, shortest first.
 
     Example:
@@ -86,7 +102,7 @@ def task_scores(ruler: dict[str, Any]) -> dict[int, float]:
     return {length: sum(own) / len(own) for length, own in sorted(scores.items())}
 
 
-def kept_text(row: dict[str, object]) -> str:
+def kept_text(row: KeptRow) -> str:
     """Return what a model keeps of the baseline's task score at one length, and the difference with its interval.
 
     Example:
@@ -98,18 +114,22 @@ def kept_text(row: dict[str, object]) -> str:
     return f"{kept} ({row['difference']:+.3f}, {interval_text(row, '+.3f')})"
 
 
-def far_change(far: dict[str, Any]) -> dict[str, Any]:
+def far_change(far: FarContextRow | GainRow) -> Change:
     """Return the change of the loss by far context as a difference with its interval; negative if far context helps.
 
     Example:
         >>> far_change({"gain": 0.5, "low": 0.25, "high": 0.75})
         {'difference': -0.5, 'low': -0.75, 'high': -0.25}
     """
-    low, high = (None if far[end] is None else 0.0 - far[end] for end in ("high", "low"))
-    return {"difference": 0.0 - far["gain"], "low": low, "high": high}
+    low, high = far["low"], far["high"]
+    return {
+        "difference": 0.0 - far["gain"],
+        "low": None if high is None else 0.0 - high,
+        "high": None if low is None else 0.0 - low,
+    }
 
 
-def far_statement(model: dict[str, Any]) -> str | None:
+def far_statement(model: ModelEntry) -> str | None:
     """Return a sentence on whether far context helps or harms a model; None if it was not measured.
 
     Example:
@@ -130,7 +150,7 @@ def far_statement(model: dict[str, Any]) -> str | None:
     return f"No verdict on far context: {text}; {far['reason']}"
 
 
-def retrieved_said(rows: list[dict[str, object]]) -> str:
+def retrieved_said(rows: Sequence[RetrievalRow]) -> str:
     """Return a sentence on how well an encoder finds documents.
 
     Example:
@@ -142,7 +162,7 @@ def retrieved_said(rows: list[dict[str, object]]) -> str:
     return f"{last['accuracy']:.0%} of the documents of {last['length']:,} tokens are found ({interval})."
 
 
-def near_said(rows: list[dict[str, object]]) -> str:
+def near_said(rows: Sequence[VectorRow]) -> str:
     """Return a sentence on the similarity of an encoder's vectors to the base's, by length.
 
     Example:
@@ -154,7 +174,7 @@ def near_said(rows: list[dict[str, object]]) -> str:
     return f"Cosine of its vectors to the base's: {', '.join([f'{values[0]} tokens', *values[1:]])}."
 
 
-def own_gaps(results: dict[str, object], model: dict[str, Any]) -> list[tuple[str, str]]:
+def own_gaps(results: dict[str, object], model: ModelEntry) -> list[tuple[str, str]]:
     """Return the metrics that were not measured on `model` and why, without those of `common_gaps`."""
     common = common_gaps(results)
     return [gap for gap in model["not_measured"].items() if gap not in common]
@@ -167,7 +187,7 @@ def common_gaps(results: dict[str, Any]) -> list[tuple[str, str]]:
     return [gap for gap in gaps if others and all(gap in model["not_measured"].items() for model in others)]
 
 
-def effective(passkey: dict[str, Any], window: int) -> str:
+def effective(passkey: Needles, window: int) -> str:
     """Return a sentence on the length up to which a model finds passkeys.
 
     Example:
@@ -182,7 +202,7 @@ def effective(passkey: dict[str, Any], window: int) -> str:
     )
 
 
-def share_found(passkey: dict[str, Any]) -> float:
+def share_found(passkey: Needles) -> float:
     """Return the share of passkeys found, over all lengths and depths.
 
     Example:
@@ -203,7 +223,7 @@ class Differences:
     """
 
     baseline: str
-    rows: dict[str, list[dict[str, Any]]]
+    rows: dict[str, list[DifferenceRow]]
 
 
 def differences_of(results: Mapping[str, Any]) -> Differences | None:
