@@ -61,7 +61,7 @@ def schemes(
     return show_json(listed) if json else _show_schemes(listed)
 
 
-def _scheme(name: str, cls: type[Scheme]) -> dict[str, Any]:
+def _scheme(name: str, cls: type[Scheme]) -> dict[str, object]:
     """Return the full description of a scheme as JSON data."""
     fields = describe_fields(cls)
     open_fields = any(field["required"] for field in fields)  # the traits may depend on them

@@ -140,7 +140,7 @@ def _shape(model: str | None, heads: int, dim: int, window: int, trust_remote_co
     return {"model": load(source_of(model), trust_remote_code=trust_remote_code)}
 
 
-def check_attention_options(is_requested: bool, model: str | None, options: dict[str, Any]) -> None:
+def check_attention_options(is_requested: bool, model: str | None, options: dict[str, object]) -> None:
     """Refuse options of the attention picture without that picture, and the picture without a model.
 
     Args:

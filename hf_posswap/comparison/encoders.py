@@ -20,7 +20,7 @@ _PSEUDO_TOKENS = 64
 _RETRIEVED = 50
 
 
-def measure_masked(work: Work) -> dict[str, Any]:
+def measure_masked(work: Work) -> dict[str, object]:
     """Return the perplexity of masked tokens at each length, and their loss by position at the longest length."""
     _refuse_causal(work)
     losses = _masked(work, _SHARE)
@@ -30,7 +30,7 @@ def measure_masked(work: Work) -> dict[str, Any]:
     return {"share": _SHARE, "lengths": lengths, "positions": positions}
 
 
-def measure_pseudo(work: Work) -> list[dict[str, Any]]:
+def measure_pseudo(work: Work) -> list[dict[str, object]]:
     """Return pseudo-perplexity, one row per length, over 64 evenly spaced tokens per document."""
     _refuse_causal(work)
     return [
@@ -39,7 +39,7 @@ def measure_pseudo(work: Work) -> list[dict[str, Any]]:
     ]
 
 
-def measure_retrieval(work: Work) -> list[dict[str, Any]]:
+def measure_retrieval(work: Work) -> list[dict[str, object]]:
     """Return how often a question finds its passkey document, one row per length that can hold one."""
     results = work.values("retrieval", [_retrieval(work, length) for length in work.lengths])
     rows = [row for row in results if "too_short" not in row]
@@ -64,14 +64,14 @@ def _retrieval(work: Work, length: int) -> Unit:
     )
 
 
-def _retrieved(work: Work, length: int, options: dict[str, Any]) -> dict[str, Any]:
+def _retrieved(work: Work, length: int, options: dict[str, Any]) -> dict[str, object]:
     try:
         return dataclasses.asdict(retrieval_at_length(work.subject.model, work.tokenizer, length, **options))
     except DataError as error:
         return {"too_short": str(error)}
 
 
-def measure_vectors(work: Work) -> list[dict[str, Any]] | None:
+def measure_vectors(work: Work) -> list[dict[str, object]] | None:
     """Return the mean cosine of the model's vectors to the base's, one row per length; None if the subject is the base.
 
     A vector is the mean of the last hidden states of one document with its special tokens. The base reads as much of

@@ -54,7 +54,7 @@ def why_no_needles(work: Work) -> str | None:
     )
 
 
-def measure_passkey(work: Work) -> dict[str, Any]:
+def measure_passkey(work: Work) -> dict[str, object]:
     """Return the needle grid, one row per cell, and the effective length derived from it."""
     settings, task = work.settings, _passkey_task(work)
     lengths = [n for n in work.lengths if n >= task.shortest]
@@ -93,7 +93,7 @@ def _prompt_keys(work: Work, lengths: list[int]) -> list[tuple[int, float, int]]
 def _needle(work: Work, task: PasskeyTask, length: int, depth: float, key: int) -> Unit:
     """Return one prompt as a unit. Its text is written on demand, because all prompts together take much memory."""
 
-    def answer() -> dict[str, Any]:
+    def answer() -> dict[str, object]:
         right, losses = answer_prompt(work.subject.scorer, *task.prompt(length=length, depth=depth, key=key))
         return {"right": right, "nll": losses.tolist()}
 
@@ -102,7 +102,7 @@ def _needle(work: Work, task: PasskeyTask, length: int, depth: float, key: int) 
     return Unit({"metric": "passkey", "header": task.header}, unit_id, answer, (length,))
 
 
-def _cell(length: int, depth: float, right: list[bool], losses: list[float]) -> dict[str, Any]:
+def _cell(length: int, depth: float, right: list[bool], losses: list[float]) -> dict[str, object]:
     low, high = wilson_interval(sum(right), len(right))
     share = sum(right) / len(right)
     nll = float(np.mean(losses))
@@ -115,19 +115,19 @@ def _passkey_task(work: Work) -> PasskeyTask:
     return task if task.shortest <= work.window else PasskeyTask(work.tokenizer, header=False)
 
 
-def measure_perplexity(work: Work) -> list[dict[str, Any]]:
+def measure_perplexity(work: Work) -> list[dict[str, object]]:
     """Return perplexity by length, one row per length."""
     losses = losses_by_length(work, work.lengths)
     return [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=work.settings.seed)]
 
 
-def measure_positions(work: Work) -> list[dict[str, Any]]:
+def measure_positions(work: Work) -> list[dict[str, object]]:
     """Return loss by position at the longest length, one row per bucket."""
     losses = document_losses(work, max(work.lengths))
     return [dataclasses.asdict(score) for score in loss_by_position(losses, seed=work.settings.seed)]
 
 
-def measure_gain(work: Work) -> list[dict[str, Any]]:
+def measure_gain(work: Work) -> list[dict[str, object]]:
     """Return the gain from context, one row per amount of context."""
     length = max(work.lengths)
     contexts, tail = contexts_of(work.window, length, work.settings.tail)
@@ -148,7 +148,7 @@ def measure_gain(work: Work) -> list[dict[str, Any]]:
     return [dataclasses.asdict(score) | {"tail": tail} for score in scores]
 
 
-def measure_short(work: Work) -> dict[str, Any] | None:
+def measure_short(work: Work) -> dict[str, object] | None:
     """Return the short-context verdict against the base; None if the subject is the base."""
     if work.base is None:
         return None
@@ -169,7 +169,7 @@ def measure_short(work: Work) -> dict[str, Any] | None:
     return dataclasses.asdict(result) | {"length": length}
 
 
-def measure_offsets(work: Work) -> list[dict[str, Any]]:
+def measure_offsets(work: Work) -> list[dict[str, object]]:
     """Return the loss of one passage per document at several offsets, one row per offset."""
     passage = max(2, work.window // 2)
     limit = work.subject.reach.limit
@@ -188,7 +188,7 @@ def measure_offsets(work: Work) -> list[dict[str, Any]]:
     return [dataclasses.asdict(score) for score in scores]
 
 
-def measure_compat(work: Work) -> list[dict[str, Any]]:
+def measure_compat(work: Work) -> list[dict[str, object]]:
     """Return perplexity by each protocol of the literature, one row per protocol."""
     stride = work.settings.stride or min(_COMPAT_STRIDE, max(1, work.window // 2))
     bos = work.tokenizer.bos_token_id
@@ -223,14 +223,14 @@ def _leading(work: Work, length: int) -> list[tuple[str, np.ndarray]]:
     return list(zip(work.documents.digests, work.documents.tokens[:, :length], strict=True))
 
 
-def _compat(work: Work, name: str, text: np.ndarray, stride: int) -> dict[str, Any]:
+def _compat(work: Work, name: str, text: np.ndarray, stride: int) -> dict[str, object]:
     end = work.tokenizer.bos_token_id
     bos = end if end is not None else work.tokenizer.eos_token_id if name == "lmeval_disjoint" else None
     chunks = protocol_losses(work.subject.scorer, text, name, window=work.window, stride=stride, bos=bos)
     return {"sizes": [len(chunk) for chunk in chunks], "losses": np.concatenate(chunks).tolist()}
 
 
-def measure_ruler(work: Work) -> dict[str, Any]:
+def measure_ruler(work: Work) -> dict[str, object]:
     """Return the mean score of each task at each length, one row each, and the tasks that do not fit a length."""
     trials, too_short = work.settings.trials, {}
     cells: list[tuple[str, int]] = []
@@ -276,7 +276,7 @@ def _ruler(work: Work, task: str, length: int, sample: int) -> Unit:
     )
 
 
-def measure_longppl(work: Work) -> dict[str, Any]:
+def measure_longppl(work: Work) -> dict[str, object]:
     """Return LongPPL over the key tokens of the settings' file."""
     assert work.settings.key_spans is not None
     spans = KeySpans.load(work.settings.key_spans)
@@ -286,7 +286,7 @@ def measure_longppl(work: Work) -> dict[str, Any]:
     return {"perplexity": perplexity, "key_tokens": tokens, "evaluator": spans.evaluator, "length": length}
 
 
-def measure_length_cost(work: Work) -> list[dict[str, Any]]:
+def measure_length_cost(work: Work) -> list[dict[str, object]]:
     """Return seconds and bytes, one row per length; stored values of an earlier run are reused."""
     units = []
     model = work.subject.scorer.model  # raises for a model that is not causal
@@ -299,7 +299,7 @@ def measure_length_cost(work: Work) -> list[dict[str, Any]]:
     return rows
 
 
-def _cost(work: Work, ids: torch.Tensor) -> dict[str, Any]:
+def _cost(work: Work, ids: torch.Tensor) -> dict[str, object]:
     return dataclasses.asdict(measure_cost(work.subject.model, ids, prefill=work.subject.scorer.prefill))
 
 

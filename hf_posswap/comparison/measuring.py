@@ -139,7 +139,7 @@ def _work(
     return Work(subject, base, tokenizer, text, runnable, window, metrics, settings, store)
 
 
-def against_base(base: Work, other: Work) -> dict[str, Any]:
+def against_base(base: Work, other: Work) -> dict[str, object]:
     """Return the differences of `other` from `base` at all common lengths: losses, needles and tasks.
 
     The p-values of the losses have Holm's correction.
@@ -148,7 +148,7 @@ def against_base(base: Work, other: Work) -> dict[str, Any]:
         base: the measured baseline.
         other: the other model, measured on the same documents.
     """
-    differences: dict[str, Any] = {}
+    differences: dict[str, object] = {}
     if base.raw.get("losses") and other.raw.get("losses"):
         rows = []
         for length in sorted(set(base.lengths) & set(other.lengths)):
@@ -163,7 +163,7 @@ def against_base(base: Work, other: Work) -> dict[str, Any]:
     return differences
 
 
-def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] | None:
+def _needles(before: dict[Any, bool], after: dict[object, bool]) -> dict[str, object] | None:
     """Return the exact McNemar test over the needles that both models were tested on; None without any."""
     both = sorted(set(before) & set(after))
     if not both:
@@ -172,7 +172,7 @@ def _needles(before: dict[Any, bool], after: dict[Any, bool]) -> dict[str, Any] 
     return {"needles": len(both), "before": sum(old), "after": sum(new), "p": mcnemar_p(old, new)}
 
 
-def _tasks(before: dict[Any, float], after: dict[Any, float], seed: int) -> list[dict[str, Any]]:
+def _tasks(before: dict[Any, float], after: dict[Any, float], seed: int) -> list[dict[str, object]]:
     """Return, for each common length, both mean scores over the same prompts, their difference, and what is kept.
 
     `kept` is the percentage of the base's score (also called retention), None where the base answers nothing. The
@@ -227,7 +227,7 @@ def sliding_units(work: Work, length: int) -> list[Unit]:
     ]
 
 
-def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, Any], np.ndarray]:
+def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, object], np.ndarray]:
     """Return the results entry of the sliding window, and its losses, [N, longest length - 1].
 
     Args:
@@ -250,7 +250,7 @@ def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, Any]
     return summary, losses
 
 
-def against_sliding(losses: np.ndarray, work: Work) -> list[dict[str, Any]]:
+def against_sliding(losses: np.ndarray, work: Work) -> list[dict[str, object]]:
     """Return the differences of a model from the sliding window, one row per length beyond the window.
 
     Args:
@@ -266,7 +266,9 @@ def against_sliding(losses: np.ndarray, work: Work) -> list[dict[str, Any]]:
     return holm_corrected(rows)
 
 
-def measure_all(works: Sequence[Work], lengths: Sequence[int], reference: str, command: str | None) -> dict[str, Any]:
+def measure_all(
+    works: Sequence[Work], lengths: Sequence[int], reference: str, command: str | None
+) -> dict[str, object]:
     """Return the results of every measure on every model, as JSON.
 
     Args:
@@ -322,7 +324,7 @@ def _plan(works: Sequence[Work], reference_work: Work) -> None:
     reference_work.overall.plan(loads)
 
 
-def _measure(work: Work) -> dict[str, Any]:
+def _measure(work: Work) -> dict[str, object]:
     """Return the result of each metric, and under "not_measured" why a metric does not apply to this subject."""
     metrics = {}
     refused: dict[str, str] = {}

@@ -140,7 +140,7 @@ def wide_csv(results: dict[str, Any]) -> str:
     return _csv(columns, [[row.get(column, "") for column in columns] for row in rows])
 
 
-def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str, Any]:
+def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str, object]:
     columns = _lengths(model, results["lengths"])
     if conclusion := model.get("conclusion"):
         columns |= {"conclusion": conclusion["verdict"]}
@@ -166,7 +166,7 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
     return columns | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
 
 
-def _lengths(model: dict[str, Any], lengths: Sequence[int]) -> dict[str, object]:
+def _lengths(model: dict[str, object], lengths: Sequence[int]) -> dict[str, object]:
     """Return perplexity and interval at each length; columns are the same for all models."""
     scores: dict[int, Mapping[str, object]] = {row["length"]: row for row in scores_by_length(model)}
     fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))

@@ -329,7 +329,7 @@ def _with_length(candidate: Candidate, max_length: int | None) -> Candidate:
     return replace(candidate, max_length=max_length)
 
 
-def _write(results: dict[str, Any], folder: Path, pictures: bool) -> None:
+def _write(results: dict[str, object], folder: Path, pictures: bool) -> None:
     keep_date(results, folder)
     write_results(results, folder)
     if pictures:

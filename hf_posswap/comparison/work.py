@@ -217,8 +217,8 @@ class Unit:
         loss: extracts a loss to show from a value; None without a loss.
     """
 
-    protocol: Mapping[str, Any]
-    what: Mapping[str, Any]
+    protocol: Mapping[str, object]
+    what: Mapping[str, object]
     compute: Callable[[], Value]
     reads: Sequence[int]
     loss: Callable[[Any], float] | None = None
@@ -293,7 +293,7 @@ class Work:
     def _turn(self) -> slice:
         return slice(self.ranks.index, None, self.ranks.count)
 
-    def _name(self, unit: Unit) -> dict[str, Any]:
+    def _name(self, unit: Unit) -> dict[str, object]:
         return {"model": self.subject.identity, "protocol": dict(unit.protocol), "unit": dict(unit.what)}
 
     def _compute(self, label: str, units: Mapping[int, Unit]) -> dict[int, Value]:
@@ -318,7 +318,7 @@ class Planned(Exception):
     """Stops a metric after it has listed its units."""
 
 
-def planned_units(work: Work, ask: Callable[[Work], Any]) -> dict[str, UnitCost]:
+def planned_units(work: Work, ask: Callable[[Work], object]) -> dict[str, UnitCost]:
     """Return the missing units of the metric `ask` on `work`, by key, without measuring anything.
 
     A metric requests all its units at once. A metric that does not apply has none.

@@ -405,7 +405,7 @@ def names_one_scheme(scheme: Mapping[Any, Any]) -> bool:
     return "name" in scheme or isinstance(scheme.get("rope_type", scheme.get("type")), str)
 
 
-def _from_dict(scheme: dict[str, Any], options: dict[str, object]) -> tuple[str, dict[str, object]]:
+def _from_dict(scheme: dict[str, object], options: dict[str, object]) -> tuple[str, dict[str, object]]:
     """Return the name in `scheme`, and its fields joined with `options`."""
     if "name" not in scheme and names_one_scheme(scheme):
         scheme = _from_rope_parameters(scheme)

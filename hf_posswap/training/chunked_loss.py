@@ -90,7 +90,7 @@ def _labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def _loss(
-    model: nn.Module, inputs: dict[str, Any], targets: Tensor, chunk: int, num_items: Tensor | int | None
+    model: nn.Module, inputs: dict[str, object], targets: Tensor, chunk: int, num_items: Tensor | int | None
 ) -> Tensor:
     model_inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     counted = targets.flatten() != IGNORED  # [B * L]
@@ -207,7 +207,7 @@ class _SumInChunks(torch.autograd.Function):
         return None, scaled, None, *((g * outer[0]).to(dtype) for g, dtype in zip(saved, ctx.dtypes, strict=True))
 
 
-def chunking_problem(model: PreTrainedModel, inputs: dict[str, Any], *, chunk: int, causal: bool) -> str | None:
+def chunking_problem(model: PreTrainedModel, inputs: dict[str, object], *, chunk: int, causal: bool) -> str | None:
     """Return how the chunked loss differs from this model's own loss, or None if loss and gradients are equal.
 
     Runs both on a few tokens of `inputs`, without dropout and without touching stored gradients: once, before a run.

@@ -430,7 +430,7 @@ def _window_states(
         return chosen(split(teacher, _teacher_inputs(teacher, model_inputs, length), hidden=hidden), taught[:, :length])
 
 
-def _teacher_inputs(teacher: nn.Module, model_inputs: dict[str, Any], length: int) -> dict[str, Any]:
+def _teacher_inputs(teacher: nn.Module, model_inputs: dict[str, Any], length: int) -> dict[str, object]:
     """Return the first `length` tokens, their mask, and their positions if a forward would not compute the same ones.
 
     The student's positions may jump (data.packing pose), so with a mask they are recomputed: after padding, or from

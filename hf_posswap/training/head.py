@@ -164,7 +164,7 @@ def _captured(inner: PreTrainedModel) -> Iterator[list[tuple[str, ModelOutput | 
     captured: list[tuple[str, ModelOutput | tuple[Tensor, ...], Tensor]] = []
     running: list[str] = []
 
-    def keep(path: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(path: str, run: Callable[..., Any]) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
             running.append(path)
             try:

@@ -66,7 +66,7 @@ _SAME: dict[str, tuple[str, ...]] = {
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
 """Keys of an architecture, without its name, and the fields of configs that say the same; the first that there is."""
-_ONLY: dict[str, tuple[Any, ...]] = {
+_ONLY: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -143,7 +143,7 @@ def _refuse_missing_layers(path: Path, layers: object, tensors: dict[str, Reader
         )
 
 
-def _card(path: Path, fields: dict[str, Any]) -> str:
+def _card(path: Path, fields: dict[str, object]) -> str:
     """Return a model card with the licence and the languages of the file."""
     keys = {
         "license": "license",
@@ -157,7 +157,7 @@ def _card(path: Path, fields: dict[str, Any]) -> str:
 
 
 def _config(
-    path: Path, architecture: str, fields: dict[str, Any], tensors: dict[str, ReaderTensor]
+    path: Path, architecture: str, fields: dict[str, object], tensors: dict[str, ReaderTensor]
 ) -> PreTrainedConfig:
     """Return the config that transformers reads from the file, with every key of the architecture in it."""
     keys = _keys(path, architecture, fields)
@@ -201,7 +201,7 @@ def _config(
     return config
 
 
-def _keys(path: Path, architecture: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _keys(path: Path, architecture: str, fields: dict[str, object]) -> dict[str, Any]:
     """Return the keys of the architecture without its name, after checking that none is misnamed or no number.
 
     A default would stand for a key whose name is damaged.
@@ -369,7 +369,9 @@ def rope_parameters(
         )
 
 
-def refuse_wrong_numbers(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, ReaderTensor]) -> None:
+def refuse_wrong_numbers(
+    path: Path, architecture: str, keys: dict[str, object], tensors: dict[str, ReaderTensor]
+) -> None:
     """Refuse numbers that no rotation has: of another kind than the key's, not finite, zero or negative.
 
     Zero too: llama.cpp takes some of them for unset, and divides by others.
@@ -400,7 +402,7 @@ def _damage(path: Path, content: str, expected: str) -> CheckpointError:
     return CheckpointError(f"{shown(path)} has {content}: {expected}. Get the file again from its source.")
 
 
-def _with_values(keys: dict[str, Any]) -> list[str]:
+def _with_values(keys: dict[str, object]) -> list[str]:
     return [f"{name} = {brief_repr(value, 80)}" for name, value in sorted(keys.items())]
 
 
@@ -482,7 +484,7 @@ def _scaling(
     return _lists(divisors, divisors, original, attention)
 
 
-def _lists(short: list[float], long: list[float], original: int, attention: float) -> dict[str, Any]:
+def _lists(short: list[float], long: list[float], original: int, attention: float) -> dict[str, object]:
     """Return LongRoPE with these divisors: with two equal lists, any rotation by fixed angles."""
     return {
         "rope_type": "longrope",
@@ -494,7 +496,7 @@ def _lists(short: list[float], long: list[float], original: int, attention: floa
     }
 
 
-def _yarn(keys: dict[str, Any], factor: float, original: int, attention: float) -> dict[str, Any]:
+def _yarn(keys: dict[str, Any], factor: float, original: int, attention: float) -> dict[str, object]:
     """Return YaRN: llama.cpp multiplies cos and sin by 0.1 ln s + 1 times the factor of the file."""
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
@@ -509,7 +511,7 @@ def _yarn(keys: dict[str, Any], factor: float, original: int, attention: float) 
     return rope
 
 
-def _llama3(divisors: list[float], theta: float, length: int) -> dict[str, Any] | None:
+def _llama3(divisors: list[float], theta: float, length: int) -> dict[str, object] | None:
     """Return the parameters of Llama 3's scaling that has these divisors; None: it is another one.
 
     In its band, 1 / divisor is a straight line over L / wavelength; outside, the divisor is 1 or the factor.

@@ -105,7 +105,7 @@ class PreTokenizer:
     """
 
     names: tuple[str, ...]
-    stages: tuple[dict[str, Any], ...]
+    stages: tuple[dict[str, object], ...]
     whole_words: bool = False
     begins: bool = False
 
@@ -178,7 +178,7 @@ def recognized(tokenizer: dict[str, Any]) -> PreTokenizer | None:
     return next((each for each in same if each.whole_words == whole), None)
 
 
-def _splits(pre_tokenizer: dict[str, Any]) -> list[list[str]] | None:
+def _splits(pre_tokenizer: dict[str, object]) -> list[list[str]] | None:
     """Return what a pre_tokenizer of a tokenizer.json makes of `PROBES`; None: it cannot be built."""
     from tokenizers import Tokenizer
 
@@ -190,7 +190,7 @@ def _splits(pre_tokenizer: dict[str, Any]) -> list[list[str]] | None:
     return [[word for word, _ in built.pre_tokenize_str(text)] for text in PROBES]
 
 
-def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+def write_tokenizer(path: Path, folder: Path, fields: dict[str, object], config: PreTrainedConfig) -> list[str]:
     """Write the tokenizer of a GGUF file into `folder`, and return sentences about what is not written.
 
     Args:
@@ -227,7 +227,7 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, Any], config: Pr
     return []
 
 
-def _byte_level(path: Path, fields: dict[str, Any], chosen: PreTokenizer) -> PreTrainedTokenizerBase:
+def _byte_level(path: Path, fields: dict[str, object], chosen: PreTokenizer) -> PreTrainedTokenizerBase:
     """Return the byte-level byte-pair encoding of a file."""
     tokens, types = _list(fields, "tokens"), _list(fields, "token_type")
     merges = [_pair(merge) for merge in _list(fields, "merges")]
@@ -290,7 +290,7 @@ def _wrapped(content: dict[str, Any], fields: dict[str, Any], *, begins: bool) -
     return tokenizer
 
 
-def _sentencepiece(path: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _sentencepiece(path: Path, fields: dict[str, object]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of sentencepiece's kind, with a space before each text and after each special token.
 
     transformers' reader gives none to a text that begins with one.
@@ -298,7 +298,7 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     from tokenizers import normalizers
 
     reader = read_gguf_tokenizer(path)
-    stages: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    stages: list[object] = [normalizers.Replace(" ", _SPACE)]
     if fields.get("tokenizer.ggml.add_space_prefix", True):
         stages.insert(0, normalizers.Prepend(_SPACE))
     reader.backend_tokenizer.normalizer = normalizers.Sequence(stages)
@@ -306,7 +306,7 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     return _wrapped(json.loads(reader.backend_tokenizer.to_str()), fields, begins=True)
 
 
-def _first_difference(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> str | None:
+def _first_difference(tokenizer: PreTrainedTokenizerBase, fields: dict[str, object]) -> str | None:
     """Return a text of `PROBES` of which `tokenizer` makes other tokens than llama.cpp would; None: there is none."""
     tokens, scores = _list(fields, "tokens"), _list(fields, "scores")
     prefix = _SPACE if fields.get("tokenizer.ggml.add_space_prefix", True) else ""
@@ -361,7 +361,7 @@ def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str,
         return None
 
     def surrounded(name: str, number: int) -> list[dict[str, object]]:
-        template: list[dict[str, Any]] = [{"SpecialToken": {"id": first, "type_id": number}}] if first else []
+        template: list[dict[str, object]] = [{"SpecialToken": {"id": first, "type_id": number}}] if first else []
         template.append({"Sequence": {"id": name, "type_id": number}})
         return [*template, {"SpecialToken": {"id": last, "type_id": number}}] if last else template
 

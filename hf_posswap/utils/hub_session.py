@@ -463,7 +463,7 @@ def _is_question(request: Any) -> bool:
     return request.method in ("GET", "HEAD")
 
 
-def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[str, Any]) -> Any:
+def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[str, object]) -> Any:
     """Return the response to `request`, read to its end unless it is a download."""
     response = send(request, stream=True, **how)
     try:

@@ -106,7 +106,7 @@ def make_recipe(values: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     return recipe
 
 
-def _with_scheme(values: Mapping[str, Any], key: str, problems: Problems) -> dict[str, object]:
+def _with_scheme(values: Mapping[str, object], key: str, problems: Problems) -> dict[str, object]:
     replaced = dict(values)
     scheme = replaced.get("scheme")
     if isinstance(scheme, str) and scheme.endswith(JSON):

@@ -58,7 +58,7 @@ def takes_fields(scheme: Scheme | str | None) -> bool:
     return isinstance(scheme, str) and not scheme.endswith(JSON)
 
 
-def scheme_mapping(scheme: str | Mapping[str, Any] | None) -> Mapping[str, object]:
+def scheme_mapping(scheme: str | Mapping[str, object] | None) -> Mapping[str, object]:
     """Return `scheme` as {name: ..., FIELD: VALUE}; invalid text becomes the name, so that a later check refuses it.
 
     Args:

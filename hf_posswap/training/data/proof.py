@@ -77,7 +77,7 @@ def _leak_problem(model: PreTrainedModel, batch: dict[str, Any], border: int) ->
     return None
 
 
-def _jump_problem(model: PreTrainedModel, batch: dict[str, Any], border: int) -> str | None:
+def _jump_problem(model: PreTrainedModel, batch: dict[str, object], border: int) -> str | None:
     """Return what is wrong with the jump of positions at the border, or None."""
     logits = _logits(model, batch)
     if not _differ(_logits(model, _with_another_token(batch, border))[border:], logits[border:], _NOISE):
@@ -94,7 +94,7 @@ def _jump_problem(model: PreTrainedModel, batch: dict[str, Any], border: int) ->
     return None
 
 
-def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def _logits(model: nn.Module, batch: dict[str, object]) -> Tensor:
     return model(**batch).logits[0].float()  # [L, V]
 
 

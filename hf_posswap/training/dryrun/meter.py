@@ -220,7 +220,7 @@ class Meter(Watch):
         if key in self._sizes:
             self._count(key, storage.nbytes())
 
-    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         result = func(*args, **kwargs)
         if is_nested():
             return result

@@ -116,7 +116,7 @@ class FakeStep(Watch):
         finally:
             self._in_step = previous
 
-    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         fake = any(map(is_fake, tensors_in(args, kwargs)))
         if fake and reads_number(func):
             tensor = args[0]

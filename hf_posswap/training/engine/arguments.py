@@ -61,7 +61,7 @@ def stage_of(config: dict[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def completed(config: dict[str, Any]) -> dict[str, Any]:
+def completed(config: dict[str, Any]) -> dict[str, object]:
     """Return `config` with missing values left to the recipe, and with weights gathered for saving.
 
     Otherwise DeepSpeed would not clip gradients, and could not save the weights of a ZeRO-3 training.

@@ -46,7 +46,7 @@ UNFINISHED = ".unfinished"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
+def identity_of(recipe: Recipe, launch: Launch) -> dict[str, object]:
     """Return what in the recipe and the launch affects the trained weights."""
     identity = to_dict(recipe)
     for name in ("name", "out", "evaluation", "gates"):
@@ -61,7 +61,7 @@ def identity_of(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     return identity | ({"sharding": launch.sharding} if launch.sharding else {})
 
 
-def base_identity(model: PreTrainedModel) -> dict[str, Any]:
+def base_identity(model: PreTrainedModel) -> dict[str, object]:
     """Return the identity of the model that a training starts from: its config, and a digest of its weights.
 
     Args:
@@ -158,7 +158,7 @@ def _load_adapter(model: PreTrainedModel, folder: Path) -> None:
         )
 
 
-def seal(folder: Path, step: int, identity: dict[str, Any]) -> None:
+def seal(folder: Path, step: int, identity: dict[str, object]) -> None:
     """Sync the files in `folder` to disk, and write the digests of a complete checkpoint.
 
     Code bundled with the model is left out: resuming does not need it.
@@ -214,7 +214,7 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1))
 
 
-def newest(folder: Path, identity: dict[str, Any]) -> Path | None:
+def newest(folder: Path, identity: dict[str, object]) -> Path | None:
     """Return the newest complete checkpoint in `folder`, or None. Incomplete ones are skipped with a warning.
 
     Args:

@@ -219,7 +219,7 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
     return report
 
 
-def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, Any]:
+def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, object]:
     """Verify and measure the saved model, and write the report before anything is pushed."""
     model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
@@ -257,7 +257,7 @@ def _write(run: Run, report: dict[str, object]) -> None:
     write_json(run.folder / REPORT, report)
 
 
-def public_recipe(recipe: Recipe) -> dict[str, Any]:
+def public_recipe(recipe: Recipe) -> dict[str, object]:
     """Return the public part of `recipe`: no local paths, and no settings of logging and saving."""
     fields = to_dict(recipe)
     public_keys = ("name", "model", "swap", "data", "objective", "trainable", "peft", "stages")

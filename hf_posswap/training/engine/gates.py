@@ -274,7 +274,13 @@ class Start(Protocol):
 
 
 def measure_start(
-    recipe: Recipe, model: PreTrainedModel, batch: dict[str, Any], *, causal: bool, window: int, pooling: Pooling | None
+    recipe: Recipe,
+    model: PreTrainedModel,
+    batch: dict[str, object],
+    *,
+    causal: bool,
+    window: int,
+    pooling: Pooling | None,
 ) -> Start:
     """Measure the unswapped `model` on `batch`, up to its window.
 
@@ -293,7 +299,7 @@ def measure_start(
 
 
 class _Loss:
-    def __init__(self, model: PreTrainedModel, batch: dict[str, Any], causal: bool, window: int) -> None:
+    def __init__(self, model: PreTrainedModel, batch: dict[str, object], causal: bool, window: int) -> None:
         self.batch, self.causal, self.window = batch, causal, window
         before = probe(model, batch, causal=causal, plain=window)
         self.before = FirstLoss(before, model.config.get_text_config().vocab_size)

@@ -221,7 +221,7 @@ def _file_settings(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
         yield keys, f"mixed precision {precision}, not {_precision(recipe)}"
     if is_on(DEEPSPEED):
         decided = decided_settings(launched_deepspeed())
-        precisions: dict[str, Any] = {name: decided[name] for name in ("bf16", "fp16") if name in decided}
+        precisions: dict[str, object] = {name: decided[name] for name in ("bf16", "fp16") if name in decided}
         if precisions:
             name = next((name for name, is_enabled in precisions.items() if is_enabled), "no")
             yield precisions, f"mixed precision {name}, not {_precision(recipe)}"

@@ -70,7 +70,7 @@ class PhaseResult:
     last_loss: float | None
     plan: dict[str, Any] | None
     gates: list[str]
-    data: dict[str, Any]
+    data: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Run:
     """
 
     folder: Path
-    identity: dict[str, Any]
+    identity: dict[str, object]
     launch: Launch
     services: Services
     main: bool
@@ -259,7 +259,7 @@ def _result(phase: Phase, prepared: Prepared, steps: int, tokens: int, seconds: 
     )
 
 
-def _finished(folder: Path, identity: dict[str, Any]) -> PhaseResult | None:
+def _finished(folder: Path, identity: dict[str, object]) -> PhaseResult | None:
     """Return the results of a finished phase; None: it is not finished.
 
     Raises:
@@ -276,7 +276,7 @@ def _finished(folder: Path, identity: dict[str, Any]) -> PhaseResult | None:
         ) from error
 
 
-def _refuse_other_training(folder: Path, identity: dict[str, Any]) -> None:
+def _refuse_other_training(folder: Path, identity: dict[str, object]) -> None:
     """Raise a CheckpointError if the finished phase in `folder` has a different `identity`, in the keys that it has."""
     saved_identity = read_object(folder / DONE, identity=dict)["identity"]
     known = {key: value for key, value in saved_identity.items() if key in identity}

@@ -83,7 +83,7 @@ class Prepared:
     plan: SwapPlan | None
     window: int
     recovery: tuple[dict[str, torch.Tensor], float] | None
-    identity: dict[str, Any]
+    identity: dict[str, object]
     messages: list[str] = field(default_factory=list)
 
 
@@ -332,7 +332,7 @@ def swap_arguments(recipe: Recipe, scheme: Scheme | None, *, has_table: bool) ->
 
 
 def chosen_chunk(
-    recipe: Recipe, model: PreTrainedModel, batch: dict[str, Any], launch: Launch, *, causal: bool
+    recipe: Recipe, model: PreTrainedModel, batch: dict[str, object], launch: Launch, *, causal: bool
 ) -> tuple[int, str]:
     """Return the chunk size of the loss, and a note if the recipe's cannot be used."""
     chunk = recipe.objective.chunk

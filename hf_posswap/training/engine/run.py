@@ -83,7 +83,7 @@ class Finished(ResultView):
     def __str__(self) -> str:
         return in_lines(f"{name:<13} {value}" for name, value in self._html_rows())
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         facts = {name: self.report[name] for name in ("scheme", "nll") if self.report.get(name)}
         return {"folder": str(self.folder), "model": str(self.model)} | facts
 
