@@ -53,7 +53,9 @@ def grid_of(results: dict[str, Any]) -> Grid:
     if sliding := results.get("sliding"):
         cells = _perplexities(sliding | {"cannot_run": {}}, shown)
         rows.append((SLIDING, sliding["name"], cells + ["–"] * len(columns)))
-    header = [*(_length(n, results["window"]) for n in shown), *(title for title, _, _ in columns)]
+    window = results["window"]
+    titles = [f"{length} ({length // window}x)" if window and length % window == 0 else str(length) for length in shown]
+    header = [*titles, *(title for title, _, _ in columns)]
     meanings = ["Brackets: 95 % intervals over documents.", *(_MEANINGS[title] for title, _, _ in columns)]
     if any(title in _DIFFERENCES for title, _, _ in columns):
         meanings.append("Differences are in nats per token; negative is better.")
@@ -165,10 +167,6 @@ _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
     "|": r"\textbar{}",
     "–": "--",
 }
-
-
-def _length(tokens: int, window: int) -> str:
-    return f"{tokens} ({tokens // window}x)" if window and tokens % window == 0 else str(tokens)
 
 
 def _row(cells: Iterable[str]) -> str:

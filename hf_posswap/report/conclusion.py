@@ -265,7 +265,10 @@ def conclude(results: Mapping[str, Any], name: str) -> Conclusion | None:
 def _conclude(results: Mapping[str, Any], name: str) -> Conclusion:
     model, sliding = results["models"][name], results.get("sliding")
     row = (model.get("against_sliding") or [None])[-1] if sliding else None
-    compared = {} if row is None or not sliding else _compared(row, f"the sliding window of {sliding['of']}")
+    compared = {}
+    if row is not None and sliding:
+        compared = {"against": f"the sliding window of {sliding['of']}", "p": row["p_holm"]}
+        compared |= {key: row[key] for key in ("length", "difference", "low", "high")}
     if model["plan"] is None:
         return _unswapped(results, name, row, compared)
     if row is None or not sliding:
@@ -290,10 +293,6 @@ def _conclude(results: Mapping[str, Any], name: str) -> Conclusion:
     inside = _inside_clause(model.get("short_reg"), results["base"])
     verdict: Verdict = "worth it beyond the window" if inside else "worth it"
     return Conclusion(verdict, f"{verdict.capitalize()}: {untrained}reads {measured}{inside}.", **compared)
-
-
-def _compared(row: Mapping[str, Any], against: str) -> dict[str, Any]:
-    return {"against": against, "p": row["p_holm"]} | {key: row[key] for key in ("length", "difference", "low", "high")}
 
 
 def _unswapped(

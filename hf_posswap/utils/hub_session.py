@@ -425,19 +425,18 @@ def _bound_client() -> Any:
 
 
 def _session_here() -> HubSession | None:
-    """Return the session that bounds the requests of this thread."""
-    return getattr(_own, "session", None) or _session_around(threading.current_thread())
+    """Return the session that bounds the requests of this thread: its own, or the innermost that was open before it."""
+    own: HubSession | None = getattr(_own, "session", None)
+    if own is not None:
+        return own
+    thread = threading.current_thread()
+    with _lock:
+        return next((session for session in reversed(_open) if thread not in session.others), None)
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
     """Return whether what the client logs in this thread is shown: within a session only what is critical."""
     return record.levelno >= logging.CRITICAL or _session_here() is None
-
-
-def _session_around(thread: threading.Thread) -> HubSession | None:
-    """Return the innermost session that may have started `thread`: one that was open before it ran."""
-    with _lock:
-        return next((session for session in reversed(_open) if thread not in session.others), None)
 
 
 def _unreachable(reason: str) -> Exception:

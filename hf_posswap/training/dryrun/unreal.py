@@ -116,7 +116,7 @@ class FakeStep(Watch):
         finally:
             self._in_step = previous
 
-    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake = any(map(is_fake, tensors_in(args, kwargs)))
         if fake and reads_number(func):
             tensor = args[0]
@@ -133,14 +133,12 @@ class FakeStep(Watch):
                 is_real_mask = index is not None and index.dtype == torch.bool and not is_fake(index)
                 expanded += index.nonzero(as_tuple=True) if index is not None and is_real_mask else [index]
             args = (args[0], expanded, *args[2:])
-        if fake or self._is_unfilled(func, kwargs) or self._is_large(func, args, kwargs):
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        is_unfilled = func in _UNFILLED and dtype.is_floating_point
+        if fake or is_unfilled or self._is_large(func, args, kwargs):
             with self.mode:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _is_unfilled(self, func: Callable[..., object], kwargs: dict[str, Any]) -> bool:
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return func in _UNFILLED and dtype.is_floating_point
 
     def _is_large(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         if writes(func) or needs_values(func):
