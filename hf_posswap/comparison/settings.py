@@ -104,7 +104,7 @@ class EvalSettings:
         """Return the metrics to measure; the default depends on whether the model is causal."""
         return self.metrics or (DEFAULT_METRICS if causal else ENCODER_METRICS)
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON data; files are reduced to their names."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=public_name))
 

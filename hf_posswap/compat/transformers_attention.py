@@ -14,7 +14,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -229,3 +229,27 @@ def _arguments(code: ModuleType, name: str) -> Any:
     """Return the arguments, by name, of the function `name` of a module; none where it has no such function."""
     function = getattr(code, name, None)
     return {} if function is None else inspect.signature(function).parameters
+
+
+_MASKED_KEYS = "masked_key_indices"
+
+
+def has_masked_keys(module: nn.Module, queries: int, keys: int) -> bool:
+    """Return whether kvpress hides keys from single heads of the attention `module` in this call.
+
+    Touches `masked_key_indices`, where kvpress's AdaKVPress and presses like it (0.5) note which keys are hidden, and
+    clears it in a prefill, as they do. The function that hides them is wrapped around those that transformers has
+    registered. Without it an attention that is not one of these would leave the press out silently, and the keys of an
+    earlier text would be hidden from the next.
+
+    Args:
+        module: of attention.
+        queries: that attend in this call.
+        keys: that they attend to.
+    """
+    if module.__dict__.get(_MASKED_KEYS) is None:
+        return False
+    if queries == keys:
+        setattr(module, _MASKED_KEYS, None)
+        return False
+    return True

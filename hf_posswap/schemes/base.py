@@ -180,7 +180,7 @@ class Scheme:
             raise SchemeError(f"{self.name}: {field} is still open (None): call resolve(geometry, max_length) first.")
         return value
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the scheme as JSON: its name and every field.
 
         Example:

@@ -101,7 +101,7 @@ class LongRopeSearch(ResultView):
             ("scheme", str(self.scheme)),
         ]
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON data."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         return values | {"scheme": self.scheme.to_dict()}

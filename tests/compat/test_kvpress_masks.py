@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_posswap import patch_model
-from hf_posswap.compat.kvpress_masks import has_masked_keys
+from hf_posswap.compat.transformers_attention import has_masked_keys
 from hf_posswap.errors import UnsupportedSwapError
 from tests.contract.models import build
 from tests.contract.pairs import words

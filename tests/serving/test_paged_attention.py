@@ -25,8 +25,7 @@ from hf_posswap.serving.paged_attention import (
     stored_form,
     write_keys,
 )
-from hf_posswap.serving.vllm_backend import SchemeAttention, batch_of
-from hf_posswap.serving.vllm_model import ServedSwap, serve_attention
+from hf_posswap.serving.vllm_model import SchemeAttention, ServedSwap, batch_of, serve_attention
 from tests.contract.models import build
 
 BLOCK = 16  # tokens of a block of the cache

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @alone(parameters=False)
-def set_blend(model: PreTrainedModel, weight: float) -> None:
+def set_blend(model: nn.Module, weight: float) -> None:
     """Set the weight of the new mechanism in a model patched with `blend`, and update the record in its config.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -174,7 +175,7 @@ class Prediction(ResultView):
         """Tokens that all optimizer steps read on all GPUs."""
         return self.max_steps * self.tokens * self.processes
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the prediction as JSON."""
         return {
             "phase": self.phase,

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.kvpress_masks import has_masked_keys
 from hf_posswap.compat.torch_dispatch import with_autograd
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.compat.transformers_attention import (
@@ -30,6 +29,7 @@ from hf_posswap.compat.transformers_attention import (
     attention_function,
     attention_implementation,
     eager_function,
+    has_masked_keys,
     register_attention_function,
     upcast_attention,
 )
