@@ -107,17 +107,21 @@ def position_config_of(config: PreTrainedConfig) -> PositionConfig:
     """
     values = getattr(config, "posswap", None)
     record = None if values is None else SwapRecord.from_dict(values)
-    stated = getattr(config, "max_position_embeddings", None)
+    max_positions = getattr(config, "max_position_embeddings", None)
     sets = rope_settings(config)
     main = reaching(tuple(each.layer_type for each in sets))
     rotation = next((each for each in sets if each.layer_type in main), RopeSettings())
-    if stated is None and (hasattr(config, "image_size") or hasattr(config, "vision_config")):
+    if max_positions is None and (hasattr(config, "image_size") or hasattr(config, "vision_config")):
         raise UnsupportedModelError(
             f"{type(config).__name__} belongs to a model that reads images; only language models can be exported. "
             "Load it with hf_posswap.load; of a multimodal model, save the language model alone and export that."
         )
-    own = None if stated is not None or record is not None else family_of(config).parts[-1]
-    length = stated or (own.length_in(config) if own is not None else record.max_length if record is not None else None)
+    length, inside = max_positions, False
+    if length is None and record is not None:
+        length = record.max_length
+    elif length is None:
+        stack = family_of(config).parts[-1]
+        length, inside = stack.length_in(config), stack.traits is not None and stack.traits.inside(config) is not None
     if length is None:
         raise UnsupportedModelError(f"{type(config).__name__} names no length, and its family knows none.")
     original = rotation.values.get("original_max_position_embeddings")
@@ -125,7 +129,6 @@ def position_config_of(config: PreTrainedConfig) -> PositionConfig:
         original = record.original.get("max_position_embeddings")
         original = min(original, length) if isinstance(original, int) else None  # whatever a record says
     plugin = native_config_class(config) is not type(config)
-    inside = own is not None and own.traits is not None and own.traits.inside(config) is not None
     kind: Kind = "plugin" if plugin else "rope" if rotation.values else "inside" if inside else "table"
     name = None if record is None else str(record.scheme["name"])
     model_type = config.model_type if record is None else record.base_type
@@ -148,7 +151,7 @@ def position_config_of(config: PreTrainedConfig) -> PositionConfig:
         generates=_generates(config, model_type),
         others=() if plugin else tuple(each for each in sets if each.layer_type in used),
         slides=tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()),
-        has_length=stated is not None,
+        has_length=max_positions is not None,
     )
 
 
