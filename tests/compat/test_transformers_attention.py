@@ -234,3 +234,13 @@ def test_quarter_turn_of_code_without_rotation() -> None:
     from transformers.models.bert import modeling_bert
 
     assert transformers_attention.quarter_turn(modeling_bert, torch.zeros(1, 4)) is None
+
+
+def test_has_masked_keys() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    assert not transformers_attention.has_masked_keys(module, 1, 8)
+    module.masked_key_indices = hidden = (torch.tensor([0]), torch.tensor([1]), torch.tensor([4]))  # rows, heads, keys
+    assert transformers_attention.has_masked_keys(module, 1, 8)
+    assert module.masked_key_indices is hidden
+    assert not transformers_attention.has_masked_keys(module, 8, 8)  # a prefill
+    assert module.masked_key_indices is None

@@ -47,7 +47,7 @@ def reply(address: str, asked: dict[str, Any] | None = None) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scheme", ["p_rope", "yarn"])
 def test_it_answers_with_the_tokens_that_generate_gives(scheme: str, tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / scheme, scheme)
+    folder = checkpoint(tmp_path / scheme, scheme, max_length=LENGTH)
     made = export(folder, "llamacpp", tmp_path / "m.gguf")
     assert made.command == f"llama-server -m {tmp_path / 'm.gguf'} -c {LENGTH}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

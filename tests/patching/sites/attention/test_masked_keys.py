@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from hf_posswap import patch_model
-from hf_posswap.compat.transformers_attention import has_masked_keys
 from hf_posswap.errors import UnsupportedSwapError
 from tests.contract.models import build
 from tests.contract.pairs import words
@@ -19,15 +18,6 @@ from tests.stock import with_cache
 IDS = words(1, 12)
 HIDDEN = (torch.tensor([0, 0, 0]), torch.tensor([0, 1, 1]), torch.tensor([2, 4, 5]))
 """Which keys are hidden, as kvpress says it: indices of rows, heads and keys."""
-
-
-def test_has_masked_keys() -> None:
-    module: Any = nn.Linear(2, 2)
-    assert not has_masked_keys(module, 1, 8)
-    module.masked_key_indices = HIDDEN
-    assert has_masked_keys(module, 1, 8)
-    assert not has_masked_keys(module, 8, 8)  # a prefill
-    assert module.masked_key_indices is None
 
 
 def swapped(scheme: str, attention: str = "sdpa") -> Any:
