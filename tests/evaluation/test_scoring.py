@@ -281,6 +281,15 @@ def test_a_native_model_is_judged_by_its_rope_type() -> None:
     assert (dynamic.prefix_consistent, dynamic.limit, dynamic.why) == (False, None, "rope type dynamic")
 
 
+@pytest.mark.parametrize("one_list", [True, False])
+def test_longrope_follows_the_length_by_its_two_lists_alone(one_list: bool) -> None:
+    pairs = len(llama().model.rotary_emb.inv_freq)
+    lists = {"short_factor": [2.0 if one_list else 1.0] * pairs, "long_factor": [2.0] * pairs}
+    sizes = {"factor": 4.0, "original_max_position_embeddings": WINDOW}
+    model = llama({"rope_type": "longrope"} | lists | sizes)
+    assert reach_of(model).prefix_consistent == one_list == prefixes_agree(model)
+
+
 def test_a_table_ends_and_a_longer_one_ends_later(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=WINDOW, n_embd=16, n_layer=1, n_head=2))
     assert reach_of(model).limit == WINDOW
