@@ -6,9 +6,10 @@ for what a needle implies, in other words, as NoLiMa does (https://arxiv.org/abs
 HELMET has (https://arxiv.org/abs/2410.02694): many examples with many labels, and facts in documents. The text is
 generated and needs no download; documents may replace the filler.
 
-Every prompt has an exact number of tokens. The answers are in the order that the prompt requests and are scored
-teacher-forced: the score is the share of answers that the argmax tokens spell. This is stricter than RULER's search for
-the answers in generated text, so do not compare the two.
+Every prompt has an exact number of tokens. It ends within the sentence that the answer completes, as RULER's prompts
+do: after a question alone, models that know the answer begin a new line. The answers are in the order that the prompt
+requests, with commas between them, and are scored teacher-forced: the score is the share of answers that the argmax
+tokens spell. This is stricter than RULER's search for the answers in generated text, so do not compare the two.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class TaskText:
 
     Attributes:
         pieces: the sentences with the facts, in order; they are spread over the filler.
-        question: the end of the prompt.
+        question: the end of the prompt: a question, and the beginning of the sentence that the answers complete.
         answers: the answers in the requested order.
         filler: the text between the facts, repeated, or a function that yields its lines without end, of which the
             text is filled from its end.
@@ -169,8 +170,10 @@ def _fact(name: str, value: str) -> str:
 
 
 def _ask(names: list[str]) -> str:
-    subjects = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    return f"What is the number of {subjects}? The answer, in this order, is:"
+    if len(names) == 1:
+        return f"What is the number of {names[0]}? The number of {names[0]} is"
+    subjects = f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"What are the numbers of {subjects}? The numbers of {subjects} are"
 
 
 def _needles(distractors: int, targets: int) -> TaskGenerator:
@@ -195,7 +198,7 @@ def _crowd(random: np.random.Generator) -> TaskText:
 
 def _values(random: np.random.Generator) -> TaskText:
     name, values = _names(random, 1)[0], [_number(random) for _ in range(4)]
-    question = f"What are all the numbers of {name}? The answer, in the order of the text, is:"
+    question = f"What are all the numbers of {name}, in the order of the text? The numbers of {name} are"
     return TaskText(tuple(_fact(name, value) for value in values), question, tuple(values))
 
 
@@ -210,9 +213,8 @@ def _variables(random: np.random.Generator) -> TaskText:
     for i in range(5):
         for names_of_chain, start in ((chain, value), (distraction, other)):
             pieces.append(f"VAR {names_of_chain[i]} = {start if i == 0 else names_of_chain[i - 1]}\n")
-    return TaskText(
-        tuple(pieces), f"Which variables have the value {value}? In the order of the text they are:", tuple(chain)
-    )
+    question = f"Which variables have the value {value}, in the order of the text? The variables with this value are"
+    return TaskText(tuple(pieces), question, tuple(chain))
 
 
 def _counted(common: int, rare: int) -> TaskGenerator:
@@ -223,7 +225,7 @@ def _counted(common: int, rare: int) -> TaskGenerator:
         answers, others = shuffled[:3], shuffled[3:]
         listed = random.permutation([*answers * common, *others * rare])
         pieces = tuple(f"{word}\n" for word in listed)
-        question = "Which three words are in the list most often? In the order of the alphabet they are:"
+        question = "Which three words are in the list most often, in the order of the alphabet? The three words are"
         return TaskText(pieces, question, tuple(sorted(answers)), "-\n", own_filler=True)
 
     return make
@@ -235,7 +237,8 @@ def _latent(random: np.random.Generator) -> TaskText:
     chosen = [ASSOCIATIONS[int(i)] for i in random.choice(len(ASSOCIATIONS), 5, replace=False)]
     target = int(random.integers(5))
     facts = tuple(f"{name} {fact}.\n" for name, (fact, _) in zip(people, chosen, strict=True))
-    return TaskText(facts, f"Who {chosen[target][1]}? The answer is:", (people[target],))
+    asked = chosen[target][1]
+    return TaskText(facts, f"Who {asked}? The one who {asked} is named", (people[target],))
 
 
 def _labels(random: np.random.Generator) -> TaskText:
@@ -353,6 +356,7 @@ class _Layout:
         self.pieces = [self._encode(piece) for piece in text.pieces]
         self.question = self._encode("\n" + text.question)
         self.answers = [self._encode(f" {answer}") for answer in text.answers]
+        self.comma = self._encode(",")
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -386,7 +390,8 @@ class _Layout:
 
     def _room(self, parts: list[list[int]]) -> int:
         """Return the tokens that are left for filler next to `parts`."""
-        room = self.length - sum(map(len, [self.start, *parts, self.question, *self.answers]))
+        commas = [self.comma] * (len(self.answers) - 1)
+        room = self.length - sum(map(len, [self.start, *parts, self.question, *self.answers, *commas]))
         if room < 0:
             least = self.length - room
             raise DataError(f"a {self.task} prompt takes at least {least} tokens here, got length {self.length}.")
@@ -450,7 +455,8 @@ class _Layout:
         """Return start, `parts`, question and answers."""
         ids = [*self.start, *itertools.chain.from_iterable(parts), *self.question]
         spans = []
-        for answer in self.answers:
+        for number, answer in enumerate(self.answers):
+            ids += self.comma if number else []
             spans.append((len(ids), len(ids) + len(answer)))
             ids += answer
         return RulerPrompt(tuple(ids), tuple(spans))

@@ -42,8 +42,9 @@ from hf_posswap.comparison import EvalDocuments, read_documents
 from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.evaluation import measure_losses, reach_of, sliding_losses
-from hf_posswap.evaluation.ruler_lite import ruler_prompt, ruler_score
+from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, RulerPrompt, ruler_prompt, ruler_score
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.store import unit_key
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 from hf_posswap.utils.gguf_source import checkpoint_of
@@ -63,7 +64,11 @@ from recipes.studies.running import (
 BLOCK = 1024
 """Tokens of a block, whose mean loss is kept."""
 LENGTHS = (4096, 8192, 12288, 16384, 24576)
-TASKS = ("niah_single", "niah_multikey", "niah_multivalue", "variable_tracking")
+TASKS = (
+    "niah_single", "niah_multikey", IN_DOCUMENTS, "icl_labels", "niah_multivalue", "niah_latent", "variable_tracking",
+)  # fmt: skip
+FLOOR = 0.1
+"""A task of which the base answers no larger share at the shortest length is asked no further: it can show nothing."""
 CONTEXT, CONTINUED = 512, 64
 """Tokens of a passage with its continuation, and of the continuation."""
 SHORT, WINDOWS = 2048, 4
@@ -388,6 +393,7 @@ def tasks(
     reach: Annotated[int, typer.Option(help="Tokens that the swaps are for.")] = 32768,
     samples: Annotated[int, typer.Option(help="Prompts of each task and length.")] = 10,
     lengths: Annotated[list[int] | None, typer.Option(help="Of the prompts; repeated.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Names of tasks, repeated; otherwise all.")] = None,
     train: Train = None,
     train_documents: TrainDocuments = 24,
     tokens: Annotated[int, typer.Option(help="To train on.")] = 1 << 20,
@@ -403,29 +409,58 @@ def tasks(
         train_documents=train_documents, work=work,
     )  # fmt: skip
     readers = [reader for reader in setting.wanted(READERS, only) if not reader.sliding]
+    if unknown := sorted(set(task or ()) - {CHOICE, *TASKS}):
+        raise OptionError(f"--task {', '.join(unknown)}: there are {', '.join((CHOICE, *TASKS))}.")
     head = setting.head("tasks", context) | {"reach": reach, "samples": samples, "tokens": tokens}
-    results = Results(out / "tasks.json", head, ("model", "dtype", "reach", "samples", "tokens"))
+    head["prompts"] = prompts_digest(setting)
+    results = Results(out / "tasks.json", head, ("model", "dtype", "reach", "samples", "tokens", "prompts"))
     for reader in readers:
         with _reading(setting, reader, reach, tokens) as model:
-            ask(results, Scorer(model), setting, {"reader": reader.name}, lengths or LENGTHS, samples)
+            named = {"reader": reader.name}
+            ask(results, Scorer(model), setting, named, sorted(lengths or LENGTHS), samples, tasks=task)
     typer.echo(markdown(head | {"units": results.units}))
 
 
+def prompts_digest(setting: Setting) -> str:
+    """Return a digest of a prompt of each task: results of prompts that were written otherwise are not mixed in."""
+    return unit_key({task: list(_prompt(setting, task, 1024, 0).ids) for task in TASKS})
+
+
+def _prompt(setting: Setting, task: str, length: int, sample: int) -> RulerPrompt:
+    documents = setting.texts.tokens if task == IN_DOCUMENTS else None
+    return ruler_prompt(setting.tokenizer, task, length=length, sample=sample, documents=documents)
+
+
 def ask(
-    results: Results, scorer: Scorer, setting: Setting, named: dict[str, Any], lengths: Sequence[int], samples: int
+    results: Results,
+    scorer: Scorer,
+    setting: Setting,
+    named: dict[str, Any],
+    lengths: Sequence[int],
+    samples: int,
+    *,
+    tasks: Sequence[str] | None = None,
 ) -> None:
-    """Measure the tasks at each of `lengths`, and the choice of continuations."""
-    for task in (CHOICE, *TASKS):
+    """Measure the tasks at each of `lengths`, shortest first, and the choice of continuations."""
+    for task in tasks or (CHOICE, *TASKS):
         for length in (CONTEXT,) if task == CHOICE else lengths:
+            if length > lengths[0] and _at_the_floor(results, task, lengths[0]):
+                break
             measure = functools.partial(_scores, scorer, setting, task, length, samples)
             results.add(named | {"task": task, "length": length}, measure)
+
+
+def _at_the_floor(results: Results, task: str, length: int) -> bool:
+    """Return whether the base answers next to nothing of a task at `length`."""
+    base = {"reader": BASE, "task": task, "length": length}
+    scores = [unit["scores"] for unit in results.units if base.items() <= unit.items()]
+    return bool(scores) and float(np.mean(scores[0])) <= FLOOR
 
 
 def _scores(scorer: Scorer, setting: Setting, task: str, length: int, samples: int) -> dict[str, Any]:
     if task == CHOICE:
         return {"scores": continuations(scorer, setting.texts.tokens)}
-    prompts = (ruler_prompt(setting.tokenizer, task, length=length, sample=sample) for sample in range(samples))
-    return {"scores": [ruler_score(scorer, prompt) for prompt in prompts]}
+    return {"scores": [ruler_score(scorer, _prompt(setting, task, length, sample)) for sample in range(samples)]}
 
 
 def continuations(scorer: Scorer, documents: np.ndarray) -> list[float]:
@@ -473,7 +508,10 @@ def within(
     )  # fmt: skip
     budgets = sorted(tokens or (1 << 18, 1 << 20))
     head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS, "step": step}
-    results = Results(out / "within.json", head, ("short", "windows", "step"))
+    same = ("short", "windows", "step")
+    if ask_tasks:
+        head["prompts"], same = prompts_digest(setting), (*same, "prompts")
+    results = Results(out / "within.json", head, same)
     _short(results, setting, {"mechanism": BASE, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
     for reader in setting.wanted(MECHANISMS, only):
         assert reader.scheme is not None

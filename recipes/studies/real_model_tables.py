@@ -118,6 +118,8 @@ def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
     for unit in units:
         if unit["task"] != CHOICE:
             pooled.setdefault(unit["reader"], {}).setdefault(unit["length"], []).extend(unit["scores"])
+    if not pooled:
+        return lines
     lines += ["", "All retrieval tasks, with Wilson's 95 % interval, and the effective length (85 % of its own first):"]
     lengths = sorted({length for found in pooled.values() for length in found})
     lines += ["", *_head(["reader", *map(str, lengths), "effective length"])]

@@ -140,9 +140,8 @@ def row_settings(row: Row, sizes: Sizes, model: Path, scheme: Path | None) -> li
         scheme: file that the search wrote, if there was a search.
     """
     values, length = read_yaml(row.config), row.windows * sizes.window
-    settings = [f"model.name={model}"]
-    if sizes.training_documents is not None:
-        settings.append(f"data.sources=[{{path: python, documents: {sizes.training_documents}}}]")
+    limit = "" if sizes.training_documents is None else f", documents: {sizes.training_documents}"
+    settings = [f"model.name={model}", f"data.sources=[{{path: python{limit}}}]"]
     if scheme is not None:
         settings.append(f"swap.scheme={scheme}")
     if values["swap"].get("max_length"):

@@ -60,6 +60,7 @@ def test_a_recipe_is_shrunk_and_nothing_else(row: Row, sizes: Sizes, tmp_path: P
     recipe = load_recipe(row.config, row_settings(row, sizes, tmp_path, scheme))
     changed = {key for key, value in flat(to_dict(recipe)).items() if own.get(key) != value}
     assert changed <= {*SHRUNK, "model.name", "data.sources"}
+    assert [source.path for source in recipe.data.sources] == ["python"]  # no recipe has a text of its own
     assert tokens_of(recipe) == sizes.steps * sizes.step
     assert recipe.data.length <= REACH * sizes.window
 

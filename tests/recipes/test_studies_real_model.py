@@ -123,7 +123,7 @@ def test_a_trained_reader_and_its_control_are_read_too(tmp_path: Path) -> None:
 def test_tasks_are_the_models_answers(tmp_path: Path) -> None:
     base_in(tmp_path / "base")
     texts_in(tmp_path / "texts")
-    only = ("--only", "base", "--only", "self_extend", "--lengths", "512", "--samples", "2", "--reach", "4096")
+    only = ("--only", "base", "--only", "self_extend", "--lengths", "1024", "--samples", "2", "--reach", "4096")
     result, out = run(tmp_path, "tasks", *only)
     assert result.exit_code == 0, result.output
     units = json.loads((out / "tasks.json").read_text())["units"]
@@ -131,6 +131,28 @@ def test_tasks_are_the_models_answers(tmp_path: Path) -> None:
     assert {len(unit["scores"]) for unit in units if unit["task"] != "continuation"} == {2}
     assert len(next(unit for unit in units if unit["task"] == "continuation")["scores"]) == 9 * 8
     assert "| self_extend | " in (out / "tasks.md").read_text()
+    result, _ = run(tmp_path, "tasks", *only, "--task", "niah")
+    assert result.exit_code != 0
+    assert "--task niah: there are continuation, niah_single," in result.output
+
+
+def test_a_task_that_the_base_cannot_answer_is_asked_at_the_shortest_length_alone(tmp_path: Path) -> None:
+    base_in(tmp_path / "base")
+    texts_in(tmp_path / "texts")
+    asked = ("--task", "niah_single", "--lengths", "1500", "--lengths", "512", "--samples", "1", "--reach", "4096")
+    result, out = run(tmp_path, "tasks", "--only", "base", "--only", "self_extend", *asked)
+    assert result.exit_code == 0, result.output
+    results = json.loads((out / "tasks.json").read_text())
+    assert [(unit["reader"], unit["length"]) for unit in results["units"]] == [("base", 512), ("self_extend", 512)]
+    results["units"][0]["scores"] = [1.0]  # a base that finds it
+    (out / "tasks.json").write_text(json.dumps(results))
+    result, _ = run(tmp_path, "tasks", "--only", "base", *asked)
+    assert result.exit_code == 0, result.output
+    assert {unit["length"] for unit in json.loads((out / "tasks.json").read_text())["units"]} == {512, 1500}
+    (out / "tasks.json").write_text(json.dumps(results | {"prompts": "of an older version"}))
+    result, _ = run(tmp_path, "tasks", "--only", "base", *asked)
+    assert result.exit_code != 0
+    assert "has results of prompts of an older version" in result.output
 
 
 def test_llamacpp_continues_exported_swaps_as_generate_does(tmp_path: Path) -> None:
