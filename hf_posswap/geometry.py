@@ -1,11 +1,14 @@
-"""The only thing that a scheme knows of a model: its shape."""
+"""The shape of a model: as a scheme sees it, and as its config says it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hf_posswap.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Layout = Literal["half", "interleaved"]
 
@@ -79,3 +82,64 @@ class Geometry:
         assert size is not None, "a model that sees no images has no patches"
         assert self.patch_size is not None
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
+
+
+@dataclass(frozen=True)
+class ConfigSizes:
+    """The sizes that the config of a text model says, under whichever name; of layers that differ, the largest.
+
+    Attributes:
+        hidden: E, the width of the hidden states.
+        layers: number of layers.
+        heads: H, query heads; 1 for a model without attention.
+        kv_heads: G, key and value heads.
+        head_dim: D, the width of a head.
+        inner: width of the feed-forward network.
+        vocabulary: number of tokens.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ConfigSizes:
+        """Return the sizes of the text model of `config`.
+
+        Raises:
+            UnsupportedModelError: it says no width, number of layers or vocabulary.
+
+        Example:
+            >>> from transformers import GPT2Config
+            >>> ConfigSizes.of(GPT2Config(n_embd=64, n_head=2, n_layer=3, vocab_size=100))
+            ConfigSizes(hidden=64, layers=3, heads=2, kv_heads=2, head_dim=32, inner=256, vocabulary=100)
+        """
+        from hf_posswap.compat.transformers_models import layer_configs  # it imports torch
+
+        text = config.get_text_config()
+        layers = layer_configs(text)
+
+        def most(*names: str) -> int:
+            found = [next((value for name in names if (value := getattr(layer, name, None))), 0) for layer in layers]
+            return max(max(value) if isinstance(value, list | tuple) else value for value in found)
+
+        hidden, heads = most("hidden_size"), most("num_attention_heads") or 1
+        layer_count, vocabulary = most("num_hidden_layers"), most("vocab_size")
+        if not (hidden and layer_count and vocabulary):
+            raise UnsupportedModelError(
+                "memory is estimated from hidden_size, num_hidden_layers and vocab_size, and the "
+                f"{type(text).__name__} of this model does not have all of them: choose a text model."
+            )
+        return cls(
+            hidden=hidden,
+            layers=layer_count,
+            heads=heads,
+            kv_heads=most("num_key_value_heads") or heads,
+            head_dim=most("head_dim") or hidden // heads,
+            inner=most("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+            vocabulary=vocabulary,
+        )

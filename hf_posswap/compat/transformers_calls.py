@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -182,6 +182,16 @@ def cache_in(output: Any) -> Any:
     """
     values = output.values() if isinstance(output, Mapping) else output
     return next((value for value in values if is_cache(value)), None)
+
+
+def tensors_of_layers(layers: Iterable[object]) -> list[Tensor]:
+    """Return the tensors that transformers keeps in layers of a cache: keys and values, states of linear attention.
+
+    Touches that layers hold them as attributes, or in dicts by number, as `LinearAttentionLayer` does.
+    """
+    held = [value for layer in layers for name, value in vars(layer).items() if not name.startswith("posswap")]
+    held += [item for value in held if isinstance(value, dict) for item in value.values()]
+    return [value for value in held if isinstance(value, Tensor)]
 
 
 def tokens_before(cache: Any, layer: int) -> Any:

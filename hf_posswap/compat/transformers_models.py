@@ -166,6 +166,14 @@ def lasting_values(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _OF_RUNNING}
 
 
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config for each layer if the layers differ, otherwise the config alone.
+
+    transformers refuses to read what differs, such as Gemma 4's head_dim, from the config of all layers.
+    """
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
 def without_origin(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config as JSON, or as a dict, without those that say where they come from.
 

@@ -15,7 +15,7 @@ from hf_posswap.compat.transformers_attention import attention_implementation, c
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NotEnoughMemoryError, PositionRangeError, UnsupportedModelError
 from hf_posswap.evaluation.cost import GIB
-from hf_posswap.evaluation.scoring import Reach, reach_of
+from hf_posswap.evaluation.scoring import Reach, apart_in_chunks, reach_of
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.devices import available_bytes
@@ -153,8 +153,9 @@ def _chunk_size(model: PreTrainedModel, length: int, reach: Reach, most_bytes: i
     whole = layers * length * a_query
     if whole <= most_bytes:
         return length
-    if reach.causal and reach.prefix_consistent:
-        return min(length, max(_LEAST, most_bytes // (layers * a_query)))
+    chunk_size = min(length, max(_LEAST, most_bytes // (layers * a_query)))
+    if reach.causal and reach.prefix_consistent and apart_in_chunks(model, chunk_size, length) is None:
+        return chunk_size
     free, needed = available_bytes(model.device), whole + _COPIES * length * a_query
     if free is not None and needed > free:
         raise NotEnoughMemoryError(

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.transformers_attention import attention_implementation
-from hf_posswap.compat.transformers_calls import cache_argument, cache_in
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in, tensors_of_layers
 from hf_posswap.errors import DataError, NotEnoughMemoryError
-from hf_posswap.evaluation.scoring import Reach, reach_of
+from hf_posswap.evaluation.scoring import Reach, apart_in_chunks, reach_of
+from hf_posswap.geometry import ConfigSizes
 from hf_posswap.kernels.blockwise import queries_at_once
 from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -81,20 +82,16 @@ def forward_need(
         >>> forward_need(model, 8192).scores, forward_need(model, 8192, prefill=512).cache
         (0, 8388608)
     """
-    config: PreTrainedConfig = model.config.get_text_config()
-    hidden, heads = config.hidden_size, _first(config, "num_attention_heads") or 1  # a state-space model has none
-    width = heads * (getattr(config, "head_dim", None) or hidden // heads)  # of all query heads
-    kv_width = width // heads * (getattr(config, "num_key_value_heads", None) or heads)
-    inner = _first(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    size = model.dtype.itemsize
+    sizes, size = ConfigSizes.of(model.config), model.dtype.itemsize
+    width, kv_width = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim  # of all heads
     rows = min(prefill or length, length)
-    per_token = (4 * hidden + 3 * width + 4 * kv_width + 3 * inner) * size
+    per_token = (4 * sizes.hidden + 3 * width + 4 * kv_width + 3 * sizes.inner) * size
     cached = rows < length
     return Need(
         states=rows * per_token,
-        scores=_scores(model, heads, rows, length, kernels),
-        cache=2 * config.num_hidden_layers * kv_width * length * size if cached else 0,
-        logits=_HEAD_COPIES * min(chunk, length) * config.vocab_size * 4,
+        scores=_scores(model, sizes.heads, rows, length, kernels),
+        cache=2 * sizes.layers * kv_width * length * size if cached else 0,
+        logits=_HEAD_COPIES * min(chunk, length) * sizes.vocabulary * 4,
     )
 
 
@@ -170,15 +167,12 @@ def _by_formula(rows: int, length: int) -> int:
     return 0 if rows == length else min(rows * length, MIN_QK_PAIRS)
 
 
-def _first(config: PreTrainedConfig, *names: str) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None))), None)
-
-
 def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = None) -> int | None:
     """Return the tokens of one forward with which `length` tokens stay within 1 GiB beyond weights and cache, or None.
 
-    None means all tokens at once: if that is small enough, or if the losses depend on the total length. The choice
-    depends only on the model and the length, so a run that resumes on another machine computes the same numbers.
+    None means all tokens at once: if that is small enough, or if the losses depend on the total length or on the
+    chunks. The choice depends only on the model and the length, so a run that resumes on another machine computes the
+    same numbers.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -187,6 +181,8 @@ def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = No
         (None, 512)
     """
     if not (reach or reach_of(model)).prefix_consistent or _activation_bytes(model, length) <= _PREFILL_BYTES:
+        return None
+    if apart_in_chunks(model, _CHUNK_SIZES[0], length) is not None:
         return None
     for chunk_size in _CHUNK_SIZES:
         if chunk_size < length and _activation_bytes(model, length, chunk_size) <= _PREFILL_BYTES:
@@ -233,7 +229,7 @@ class Cost(ResultView):
         prefill_seconds: seconds of the prefill.
         tokens_per_second: tokens per second of the prefill.
         decode_seconds: median seconds of one decoding step.
-        cache_bytes: bytes of keys and values after the prefill.
+        cache_bytes: bytes of keys and values after the prefill, and of the states of layers without.
         peak_bytes: peak GPU memory beyond the weights; None on other devices.
     """
 
@@ -307,8 +303,7 @@ def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, pr
     layers = getattr(cache, "layers", None)
     if not layers:
         raise DataError(f"{type(model).__name__} caches no keys and values per layer: its cost is not measured.")
-    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of_layers(layers))
     peak = torch.cuda.max_memory_allocated(model.device) - before if on_gpu else None
     steps = []
     for step in range(new_tokens):

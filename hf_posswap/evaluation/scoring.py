@@ -10,6 +10,7 @@ plan.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
-from hf_posswap.errors import DataError, NumericError, UnsupportedModelError
+from hf_posswap.compat.transformers_models import layer_configs
+from hf_posswap.errors import DataError, NumericError, PositionRangeError, UnsupportedModelError
+from hf_posswap.families.locating import family_of
 from hf_posswap.families.rope_config import rope_settings
 from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 Head = Callable[[Tensor], Tensor]
 _PROBE_TOLERANCE = 1e-4
+_PROBED, _MOST_PROBED = 64, 4096  # tokens; the latter of a window that the probe passes
+_APART, _APART_HALF = 1e-2, 0.3  # nats of one token, in float32 and in half precision, by the order of sums
+_BOUNDS = ("sliding_window", "attention_chunk_size", "index_topk")  # in tokens; layers read otherwise beyond them
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,9 +91,15 @@ def reach_of(model: PreTrainedModel) -> Reach:
             "no family describes it",
             bool(model.can_generate()),
         )
-    causal = report.geometry.causal
+    causal, stacks = report.geometry.causal, family_of(model.config).parts
     if report.sites["embedding"] != "-":
-        return Reach(report.limit, report.limit, causal, "a learned table", causal)
+        modules = {name for name, _ in model.named_modules()}  # CTRL's rows are a buffer, which ends
+        computed = all(stack.table is None or stack.table.computed for stack in stacks)
+        grows = computed and all(path in modules for path in report.sites["embedding"].split(", "))
+        limit, why = (None, "a computed table") if grows else (report.limit, "a learned table")
+        return Reach(limit, report.limit, causal, why, causal)
+    if any(stack.traits is not None and stack.traits.bounded for stack in stacks):
+        return Reach(report.limit, report.limit, causal, report.native, causal)
     sets = rope_settings(model.config.get_text_config())  # some models have one for each type of layers
     length_dependent = {each.rope_type for each in sets if each.follows_length}
     types_text = ", ".join(sorted(length_dependent or {each.rope_type for each in sets})) or "default"
@@ -108,7 +120,7 @@ class Scorer:
     Raises:
         UnsupportedSwapError: it is no transformers model, or has virtual tokens of PEFT's prompt learning.
         DataError: the model has no output head or is not causal, a number is below 1, or `prefill` is given for a
-            model whose losses depend on the total length.
+            model whose losses depend on the total length or, by `apart_in_chunks`, on the chunks.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -135,10 +147,14 @@ class Scorer:
                 f"{type(model).__name__} cannot be read in chunks: by {reach.why} its losses depend on the total "
                 "length. Leave prefill out."
             )
-        self.model, self.chunk, self.prefill = model, chunk, prefill
+        self.model, self.chunk, self.prefill, self.limit = model, chunk, prefill, reach.limit
         # if the total length matters, the forward also reads the last token, as for model.loss
         self.reads_last = not reach.prefix_consistent
         self.chunked = self._head_is_known()
+        if prefill is not None and (apart := apart_in_chunks(model, prefill)) is not None:
+            raise DataError(
+                f"{type(model).__name__} cannot be read in chunks: {apart}. Leave prefill out to read a text whole."
+            )
 
     def nll(self, ids: Tensor, *, scored: int | None = None, start: int = 0, reads_last: bool | None = None) -> Tensor:
         """Return -ln p(token t + 1 | tokens 0 to t), float32 [B, L - 1] on the CPU, for `ids` [B, L].
@@ -204,6 +220,12 @@ class Scorer:
             token = ids[:1, :1]
             self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
         reads_last = self.reads_last if reads_last is None else reads_last
+        end = start + ids.shape[1] - (not reads_last)
+        if self.limit is not None and end > self.limit:
+            raise PositionRangeError(
+                f"{type(self.model).__name__} ends at {self.limit} tokens, and this text reaches {end}: give a shorter "
+                "text, or swap its positions for some without a limit."
+            )
         for states, head in self._states(ids if reads_last else ids[:, :-1], start):
             needed = states[:, max(0, skip) : skip + count]
             skip -= states.shape[1]
@@ -225,8 +247,10 @@ class Scorer:
             else:
                 output = self.model(**inputs)
                 yield output.logits, Tensor.float
-            if inputs["use_cache"]:
-                inputs[cache_argument(self.model)] = cache_in(output)
+            if inputs["use_cache"] and end < ids.shape[1]:
+                if (cache := cache_in(output)) is None:
+                    raise DataError(f"{type(self.model).__name__} gives no cache, so it cannot be read in chunks.")
+                inputs[cache_argument(self.model)] = cache
 
     def _head(self, states: Tensor) -> Tensor:
         """Return float32 logits [B, K, V] of hidden states [B, K, E]."""
@@ -252,6 +276,64 @@ class Scorer:
         return expected.shape == computed.shape and torch.allclose(
             expected, computed, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
         )
+
+
+def apart_in_chunks(model: PreTrainedModel, prefill: int, length: int | None = None) -> str | None:
+    """Return why reading `model` in chunks with its cache gives other losses than reading it whole; None: it does not.
+
+    Some models of transformers do not continue from their cache as they should, choose keys by scores with ties, or
+    compress the keys of each chunk. A random text is read both ways, longer than the model's windows where that is at
+    most 4,096 tokens.
+
+    Args:
+        model: a causal model.
+        prefill: tokens of a chunk; the chunks that are tried are shorter, and multiples of 2, 4 and 8 only if it is.
+        length: tokens of the longest text; None: any.
+
+    Example:
+        >>> from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+        >>> model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=16, n_positions=64, n_embd=16, n_layer=1, n_head=2))
+        >>> apart_in_chunks(model.eval(), 128)
+        'OpenAIGPTLMHeadModel gives no cache'
+    """
+    model = unwrap(model)
+    layers = layer_configs(model.config.get_text_config())
+    bounds = [value for layer in layers for name in _BOUNDS if isinstance(value := getattr(layer, name, None), int)]
+    limits = [limit for limit in (length, reach_of(model).limit) if limit is not None]
+    passed = max((bound for bound in bounds if bound <= min([_MOST_PROBED, *limits])), default=0)
+    count = min([_PROBED + passed, *limits])
+    align = min(8, prefill & -prefill)
+    step = align * (-(-count // (3 * align)) | 1)
+    state = id(getattr(model, "_posswap", None)), model.dtype, model.device, count, step
+    known = _PROVED.get(model)
+    if known is None or known[0] != state:
+        known = _PROVED[model] = state, _apart(model, count, step)
+    return known[1]
+
+
+_PROVED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, str | None]] = weakref.WeakKeyDictionary()
+
+
+def _apart(model: PreTrainedModel, count: int, step: int) -> str | None:
+    scorer = Scorer(model)
+    config = model.config.get_text_config()
+    rows = max(1, 8 * _PROBED // count)
+    ids = torch.randint(config.vocab_size, (rows, count), generator=torch.Generator().manual_seed(0))
+    if (pad := getattr(config, "pad_token_id", None)) is not None:  # some models count no position for it
+        ids = ids.where(ids != pad, (pad + 1) % config.vocab_size)
+    training = model.training
+    model.eval()
+    try:
+        whole = scorer.nll(ids)
+        scorer.prefill = step
+        apart = float((scorer.nll(ids) - whole).abs().max())
+    except (DataError, NumericError) as error:
+        return str(error).partition(",")[0]
+    finally:
+        model.train(training)
+    if apart <= (_APART if model.dtype.itemsize > 2 else _APART_HALF):
+        return None
+    return f"with its cache, losses are up to {apart:.2g} nats from those of one forward"
 
 
 def token_nll(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> Tensor:

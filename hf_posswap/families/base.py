@@ -60,6 +60,7 @@ class AttentionTraits:
         closed: maps a config to the reason why no scheme fits inside its attention, or to None; None: any config works.
         relative: relative positions inside attention that no scheme expresses; None: there are none.
         ends: whether its own causal mask ends at the original length.
+        bounded: whether its native mechanism ends there: a table of angles, a bias built for that length.
         position_source: what the native mechanism inside attention counts; None: the same as the stack.
         eager_masks: whether the model's masks only work with eager attention.
     """
@@ -77,6 +78,7 @@ class AttentionTraits:
     closed: Callable[[Any], str | None] | None = None
     relative: RelativePart | None = None
     ends: bool = False
+    bounded: bool = False
     position_source: Literal["arange", "relative"] | None = None
     eager_masks: bool = False
 

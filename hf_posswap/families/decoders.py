@@ -118,7 +118,9 @@ def _scaled_alibi(config: PreTrainedConfig) -> NativeScheme | None:
     return {"name": "alibi", "interpolation": width**0.5} if config.alibi else None
 
 
-_ROTARY_INSIDE = AttentionTraits(_rotary_inside, positions=_interleaved, scheme="rope", angles="rotary_emb")
+_ROTARY_INSIDE = AttentionTraits(
+    _rotary_inside, positions=_interleaved, scheme="rope", angles="rotary_emb", bounded=True
+)
 """Of GPT-J and CodeGen: before 5.24 each attention module has its angles, since then the base model."""
 
 
@@ -234,6 +236,7 @@ register(
                     positions=_alibi,
                     scheme="alibi",
                     length_name="max_seq_len",
+                    bounded=True,
                     eager_masks=True,
                 ),
                 position_source="relative",

@@ -298,6 +298,7 @@ register(
                     scheme="rope",
                     made_from="encoder.embed_positions",
                     causal=is_decoder,
+                    bounded=True,
                 ),
                 position_source="relative",
             ),

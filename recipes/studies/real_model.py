@@ -427,7 +427,7 @@ def prompts_digest(setting: Setting) -> str:
 
 
 def _prompt(setting: Setting, task: str, length: int, sample: int) -> RulerPrompt:
-    documents = setting.texts.tokens if task == IN_DOCUMENTS else None
+    documents = list(setting.texts.tokens) if task == IN_DOCUMENTS else None
     return ruler_prompt(setting.tokenizer, task, length=length, sample=sample, documents=documents)
 
 
@@ -508,10 +508,8 @@ def within(
     )  # fmt: skip
     budgets = sorted(tokens or (1 << 18, 1 << 20))
     head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS, "step": step}
-    same = ("short", "windows", "step")
-    if ask_tasks:
-        head["prompts"], same = prompts_digest(setting), (*same, "prompts")
-    results = Results(out / "within.json", head, same)
+    asked = {"prompts": prompts_digest(setting)} if ask_tasks else {}
+    results = Results(out / "within.json", head | asked, ("short", "windows", "step", *asked))
     _short(results, setting, {"mechanism": BASE, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
     for reader in setting.wanted(MECHANISMS, only):
         assert reader.scheme is not None

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
@@ -27,12 +28,18 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_posswap
 from hf_posswap import patch_model
-from hf_posswap.errors import DataError, NumericError, PositionRangeError, UnsupportedSwapError
+from hf_posswap.compat.transformers_calls import cache_in
+from hf_posswap.errors import DataError, NumericError, PositionRangeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.evaluation import Scorer, reach_of, token_nll
+from hf_posswap.evaluation.cost import choose_prefill, forward_need, measure_cost
+from hf_posswap.evaluation.scoring import apart_in_chunks
+from hf_posswap.families.locating import family_of
 from hf_posswap.schemes import schemes_for
+from hf_posswap.testing.tiny import tiny_model
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
 ROTARY = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None}
@@ -306,3 +313,86 @@ def test_of_an_unknown_model_nothing_is_assumed() -> None:
     config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4)
     reach = reach_of(MambaForCausalLM(config))
     assert (reach.limit, reach.prefix_consistent, reach.why) == (None, False, "no family describes it")
+
+
+# Types that end where no learned table does, differ between layers, keep states or no cache, or go wrong in chunks.
+SPECIAL = (
+    "bamba", "codegen", "ctrl", "gemma4_text", "gemma3n_text", "gptj", "moshi", "openai-gpt", "qwen3_5_text",
+    "roformer", "xglm",
+)  # fmt: skip
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in sorted(set(CONFIG_MAPPING) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SPECIAL))
+]
+
+
+def described(kind: str) -> PreTrainedModel:
+    """Return a tiny model of a type that has a family."""
+    try:
+        model = tiny_model(kind, meta=False)
+        family_of(model.config)
+    except UnsupportedModelError:
+        pytest.skip(f"no family describes {kind}")
+    except ImportError as error:
+        pytest.skip(str(error))
+    if not reach_of(model).causal:
+        pytest.skip(f"{kind} is not causal")
+    return model
+
+
+def read(model: PreTrainedModel, length: int) -> torch.Tensor:
+    words = min(60, model.config.get_text_config().vocab_size)
+    return torch.randint(3, words, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", [*SPECIAL, *OTHERS])
+def test_every_type_is_read_up_to_its_limit_and_its_sizes_are_known(kind: str) -> None:
+    model = described(kind)
+    reach = reach_of(model)
+    losses = Scorer(model).nll(read(model, reach.window))
+    assert losses.shape == (1, reach.window - 1)
+    assert forward_need(model, 100).total > forward_need(model, 50).total
+    longer = read(model, reach.window + 10)
+    if reach.limit is None:
+        assert bool(Scorer(model).nll(longer).isfinite().all())
+        return
+    assert reach.limit == reach.window
+    with pytest.raises(PositionRangeError, match=f"ends at {reach.limit} tokens, and this text reaches"):
+        Scorer(model).nll(longer)
+    with pytest.raises((IndexError, RuntimeError)):  # so does the model itself
+        model(longer)
+
+
+@pytest.mark.parametrize("kind", [*SPECIAL, *OTHERS])
+def test_every_type_is_read_in_chunks_only_where_that_changes_no_loss(kind: str) -> None:
+    model = described(kind)
+    length = min(100, reach_of(model).limit or 100)
+    ids = read(model, length)
+    whole = Scorer(model).nll(ids)
+    apart = apart_in_chunks(model, length // 4) if reach_of(model).prefix_consistent else "its losses depend on the total length"
+    if apart is None:
+        torch.testing.assert_close(Scorer(model, prefill=length // 4).nll(ids), whole, atol=2e-3, rtol=0)
+        return
+    assert choose_prefill(model, 1 << 20) is None
+    with pytest.raises(DataError, match="cannot be read in chunks"):
+        Scorer(model, prefill=length // 4)
+
+
+def tensors_below(value: object, seen: set[int]) -> list[torch.Tensor]:
+    """Return all tensors that can be reached from `value` through attributes, lists and dicts, each once."""
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    own = vars(value).values() if type(value).__module__.startswith("transformers.cache") else ()
+    return [tensor for part in (*parts, *own) for tensor in tensors_below(part, seen)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "granitemoehybrid", "lfm2", "falcon_h1", "mamba2"])
+def test_the_cost_counts_every_tensor_of_a_cache(kind: str) -> None:
+    model = tiny_model(kind, meta=False)
+    ids = read(model, 16)
+    cache = cache_in(model(ids, use_cache=True))
+    assert measure_cost(model, ids, new_tokens=2).cache_bytes == sum(t.nbytes for t in tensors_below(cache, set())) > 0

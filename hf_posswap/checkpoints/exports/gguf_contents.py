@@ -22,6 +22,7 @@ from hf_posswap.checkpoints.exports.claims import FACTORED, LLAMA_KIND, every_si
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.geometry import ConfigSizes
 from hf_posswap.rope_layout import permute_rows
 
 if TYPE_CHECKING:
@@ -173,14 +174,9 @@ def contents_of(model: PreTrainedModel, position_config: PositionConfig) -> Cont
     return maker(model, position_config)
 
 
-def head_dim(config: PreTrainedConfig) -> int:
-    """Return D, the dimensions of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def rotated(config: PreTrainedConfig, position_config: PositionConfig) -> int:
     """Return R, the dimensions of a head that llama.cpp rotates."""
-    width = head_dim(config)
+    width = ConfigSizes.of(config).head_dim
     if position_config.model_type not in ("gpt_neox", "phi3") or position_config.rope_type == "proportional":
         return width
     return int(width * position_config.rope.get("partial_rotary_factor", 1.0))
@@ -196,7 +192,7 @@ def _llama(model: PreTrainedModel, position_config: PositionConfig) -> Contents:
     config, weights = model.config, model.state_dict()
     _only("hidden_act", config.hidden_act, ("silu",))
     _whole_heads(config, position_config)
-    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, ConfigSizes.of(config).head_dim
     for name, weight in weights.items():
         for projection, count in (("q_proj", heads), ("k_proj", groups)):
             if f".{projection}." in name:
@@ -316,7 +312,7 @@ def _gpt_neox(model: PreTrainedModel, position_config: PositionConfig) -> Conten
     config, weights = model.config, model.state_dict()
     _only("hidden_act", config.hidden_act, _TANH_GELU)
     _only("attention_bias", getattr(config, "attention_bias", True), (True,))
-    heads, width = config.num_attention_heads, head_dim(config)
+    heads, width = config.num_attention_heads, ConfigSizes.of(config).head_dim
     for name, weight in weights.items():
         if ".query_key_value." in name:
             apart = weight.reshape(heads, 3, width, *weight.shape[1:]).transpose(0, 1)  # [3, H, D, ...]
@@ -343,15 +339,15 @@ def _gated_keys(config: PreTrainedConfig) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head_dim(config),
-        "attention.value_length": head_dim(config),
+        "attention.key_length": ConfigSizes.of(config).head_dim,
+        "attention.value_length": ConfigSizes.of(config).head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "vocab_size": config.vocab_size,
     }
 
 
 def _whole_heads(config: PreTrainedConfig, position_config: PositionConfig) -> None:
-    width = head_dim(config)
+    width = ConfigSizes.of(config).head_dim
     whole = position_config.rope_type == "proportional"
     turned = width if whole else int(width * position_config.rope.get("partial_rotary_factor", 1.0))
     if turned != width:
@@ -372,7 +368,7 @@ _HEAD = ("attention.key_length", "attention.value_length")
 
 def _square(config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
     """Return `keys` without the width of a head, where llama.cpp takes its share of the model's width."""
-    width = config.num_attention_heads * head_dim(config)
+    width = config.num_attention_heads * ConfigSizes.of(config).head_dim
     if width != config.hidden_size:
         raise UnsupportedSwapError(
             "in this architecture of llama.cpp all heads together are as wide as the model, and here they have "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_posswap.compat.transformers_loading import class_names
+from hf_posswap.compat.transformers_models import layer_configs
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.families.locating import family_of
 from hf_posswap.families.rope_config import RopeSettings, reaching, rope_settings
@@ -167,8 +168,7 @@ def _generates(config: PreTrainedConfig, model_type: str) -> bool:
 
 def _window(config: PreTrainedConfig) -> int | None:
     """Return the window of sliding attention, in tokens; None where no layer has one."""
-    views = config.per_layer_config if getattr(config, "is_heterogeneous", False) else None
-    windows = [getattr(layer, "sliding_window", None) for layer in views or (config,)]
+    windows = [getattr(layer, "sliding_window", None) for layer in layer_configs(config)]
     window = min(filter(None, windows), default=None)
     layer_types = getattr(config, "layer_types", None)
     slides = "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)

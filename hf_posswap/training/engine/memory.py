@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import NotEnoughMemoryError
+from hf_posswap.geometry import ConfigSizes
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.format import human_bytes
@@ -94,7 +95,7 @@ def training_need(
         >>> need.optimizer == 2 * need.gradients == 2 * need.weights
         True
     """
-    config = model.config.get_text_config()
+    sizes = ConfigSizes.of(model.config)
     parameters = list(model.parameters())
     shards = launch.replicas * launch.context if launch.shards else 1
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) // shards
@@ -102,35 +103,33 @@ def training_need(
     length = recipe.data.length // split
     half = recipe.training.bf16 or recipe.training.fp16
     size = _FLOAT // 2 if half else _FLOAT
-    heads = getattr(config, "num_attention_heads", None) or 1
-    layer = rows * length * _layer_states(config, recipe) * size
+    layer = rows * length * _layer_states(model.config, recipe) * size
     scores = [
         rows * (recipe.data.length // biased_length) * (biased_length // split) ** 2 for biased_length in biased
     ]  # shorter windows are more per row
-    layer += _SCORES * heads * max(scores, default=0) * _FLOAT
+    layer += _SCORES * sizes.heads * max(scores, default=0) * _FLOAT
     residual_size = int(
         model.get_input_embeddings().weight.element_size()
     )  # autocast leaves them in the weights' dtype
-    states = config.num_hidden_layers * rows * length * config.hidden_size * residual_size
+    states = sizes.layers * rows * length * sizes.hidden * residual_size
     checkpointed = 0
     if recipe.checkpoints_activations and not _offloads(recipe):
         checkpointed = states
+    copies = _LOGITS if teacher is None else _TAUGHT_LOGITS
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
         gradients=gradients,
         optimizer=_FEWER_STATES.get(recipe.training.optim or "", _ADAM_STATES) * gradients,
-        activations=checkpointed if recipe.checkpoints_activations else config.num_hidden_layers * layer,
+        activations=checkpointed if recipe.checkpoints_activations else sizes.layers * layer,
         layer=checkpointed + layer,
-        logits=_logits(
-            model, config, rows * length, chunk, copies=(_LOGITS if teacher is None else _TAUGHT_LOGITS) + half
-        ),
+        logits=_logits(model, sizes.vocabulary, rows * length, chunk, copies=half + copies),
         teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
-        targets=0 if teacher is None else _targets(recipe, config, states, rows * length, size),
+        targets=0 if teacher is None else _targets(recipe, sizes, states, rows * length, size),
         accumulates=recipe.training.gradient_accumulation_steps > 1,
     )
 
 
-def _targets(recipe: Recipe, config: PreTrainedConfig, states: int, tokens: int, size: int) -> int:
+def _targets(recipe: Recipe, sizes: ConfigSizes, states: int, tokens: int, size: int) -> int:
     """Return the bytes of the unswapped model's states, and of both models' queries, keys and values, that are held."""
     distill, total = recipe.objective.distill, 0
     if recipe.objective.kind != "distill":
@@ -138,10 +137,7 @@ def _targets(recipe: Recipe, config: PreTrainedConfig, states: int, tokens: int,
     if distill.states:
         total += states
     if distill.relations:
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        total += 2 * config.num_hidden_layers * tokens * (heads + 2 * groups) * width * size
+        total += 2 * sizes.layers * tokens * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * size
     return total
 
 
@@ -153,17 +149,15 @@ def _offloads(recipe: Recipe) -> bool:
 
 def _layer_states(config: PreTrainedConfig, recipe: Recipe) -> int:
     """Return the values per token that one layer keeps for its backward."""
-    hidden = config.hidden_size
-    names = ("intermediate_size", "n_inner", "ffn_dim")
-    inner = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
+    sizes, text = ConfigSizes.of(config), config.get_text_config()
     frozen = recipe.peft is not None and recipe.peft.get("target_modules") is None
     of_hidden, of_inner = _FROZEN_STATES if frozen else _STATES
-    activation = getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
-    return of_hidden * hidden + (of_inner + (activation in _COMPOSED)) * inner
+    activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
+    return of_hidden * sizes.hidden + (of_inner + (activation in _COMPOSED)) * sizes.inner
 
 
-def _logits(model: PreTrainedModel, config: PreTrainedConfig, tokens: int, chunk: int, *, copies: int) -> int:
-    logits_bytes = copies * min(chunk or tokens, tokens) * config.vocab_size * _FLOAT
+def _logits(model: PreTrainedModel, vocabulary: int, tokens: int, chunk: int, *, copies: int) -> int:
+    logits_bytes = copies * min(chunk or tokens, tokens) * vocabulary * _FLOAT
     head = model.get_output_embeddings()
     if not chunk or head is None or not head.weight.requires_grad:
         return logits_bytes
