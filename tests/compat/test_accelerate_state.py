@@ -91,6 +91,7 @@ def test_rebind_wrapped_forward(offloaded: Any) -> None:
 
 def test_take_out_of_autocast() -> None:
     model, ids = tiny("llama"), torch.arange(8)[None]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # an earlier one refuses another precision
     with torch.no_grad():
         before = model(ids).logits
         prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
