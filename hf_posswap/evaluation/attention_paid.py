@@ -16,6 +16,7 @@ from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.errors import DataError, NotEnoughMemoryError, PositionRangeError, UnsupportedModelError
 from hf_posswap.evaluation.cost import GIB
 from hf_posswap.evaluation.scoring import Reach, apart_in_chunks, reach_of
+from hf_posswap.geometry import ConfigSizes
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.devices import available_bytes
@@ -147,13 +148,12 @@ def _reader(model: PreTrainedModel) -> nn.Module:
 
 def _chunk_size(model: PreTrainedModel, length: int, reach: Reach, most_bytes: int) -> int:
     """Return the number of tokens of one forward."""
-    config = model.config.get_text_config()
-    a_query = 4 * config.num_attention_heads * length  # bytes per layer
-    layers = config.num_hidden_layers
-    whole = layers * length * a_query
+    sizes = ConfigSizes.of(model.config)
+    a_query = 4 * sizes.heads * length  # bytes per layer
+    whole = sizes.layers * length * a_query
     if whole <= most_bytes:
         return length
-    chunk_size = min(length, max(_LEAST, most_bytes // (layers * a_query)))
+    chunk_size = min(length, max(_LEAST, most_bytes // (sizes.layers * a_query)))
     if reach.causal and reach.prefix_consistent and apart_in_chunks(model, chunk_size, length) is None:
         return chunk_size
     free, needed = available_bytes(model.device), whole + _COPIES * length * a_query

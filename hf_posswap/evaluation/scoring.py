@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.compat.transformers_models import layer_configs
 from hf_posswap.errors import DataError, NumericError, PositionRangeError, UnsupportedModelError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Head = Callable[[Tensor], Tensor]
 _PROBE_TOLERANCE = 1e-4
 _PROBED, _MOST_PROBED = 64, 4096  # tokens; the latter of a window that the probe passes
-_APART, _APART_HALF = 1e-2, 0.3  # nats of one token, in float32 and in half precision, by the order of sums
+_APART, _APART_HALF = 1e-2, 0.1  # nats: of any token in float32; on average in half precision, by the order of sums
 _BOUNDS = ("sliding_window", "attention_chunk_size", "index_topk")  # in tokens; layers read otherwise beyond them
 
 
@@ -304,14 +305,15 @@ def apart_in_chunks(model: PreTrainedModel, prefill: int, length: int | None = N
     count = min([_PROBED + passed, *limits])
     align = min(8, prefill & -prefill)
     step = align * (-(-count // (3 * align)) | 1)
-    state = id(getattr(model, "_posswap", None)), model.dtype, model.device, count, step
+    swap = None if (patch := getattr(model, "_posswap", None)) is None else (patch.plan.scheme, patch.plan.max_length)
+    state = repr((swap, attention_implementation(model.config), model.dtype, model.device, count, step))
     known = _PROVED.get(model)
     if known is None or known[0] != state:
         known = _PROVED[model] = state, _apart(model, count, step)
     return known[1]
 
 
-_PROVED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, str | None]] = weakref.WeakKeyDictionary()
+_PROVED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str | None]] = weakref.WeakKeyDictionary()
 
 
 def _apart(model: PreTrainedModel, count: int, step: int) -> str | None:
@@ -326,14 +328,14 @@ def _apart(model: PreTrainedModel, count: int, step: int) -> str | None:
     try:
         whole = scorer.nll(ids)
         scorer.prefill = step
-        apart = float((scorer.nll(ids) - whole).abs().max())
+        apart = (scorer.nll(ids) - whole).abs()  # [rows, count - 1]
     except (DataError, NumericError) as error:
         return str(error).partition(",")[0]
     finally:
         model.train(training)
-    if apart <= (_APART if model.dtype.itemsize > 2 else _APART_HALF):
+    if bool(apart.max() <= _APART) or (model.dtype.itemsize <= 2 and bool(apart.mean() <= _APART_HALF)):
         return None
-    return f"with its cache, losses are up to {apart:.2g} nats from those of one forward"
+    return f"with its cache, losses are up to {float(apart.max()):.2g} nats from those of one forward"
 
 
 def token_nll(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> Tensor:

@@ -369,8 +369,7 @@ def test_every_type_is_read_in_chunks_only_where_that_changes_no_loss(kind: str)
     length = min(100, reach_of(model).limit or 100)
     ids = read(model, length)
     whole = Scorer(model).nll(ids)
-    apart = apart_in_chunks(model, length // 4) if reach_of(model).prefix_consistent else "its losses depend on the total length"
-    if apart is None:
+    if reach_of(model).prefix_consistent and apart_in_chunks(model, length // 4) is None:
         torch.testing.assert_close(Scorer(model, prefill=length // 4).nll(ids), whole, atol=2e-3, rtol=0)
         return
     assert choose_prefill(model, 1 << 20) is None
