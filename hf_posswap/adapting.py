@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from hf_posswap.training.config import Recipe
     from hf_posswap.training.engine import Finished
     from hf_posswap.utils.progress import Reporter
@@ -81,8 +83,12 @@ def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Report
 
 
 def vectors_at_lengths(
-    model: Any, base: Any, tokenizer: Any, documents: Sequence[np.ndarray], lengths: Sequence[int]
-) -> list[dict[str, Any]]:
+    model: PreTrainedModel,
+    base: object,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[np.ndarray],
+    lengths: Sequence[int],
+) -> list[dict[str, object]]:
     """Return the similarity of an encoder's vectors to its base model's at each length, as JSON.
 
     Args:
@@ -104,7 +110,7 @@ def vectors_at_lengths(
 
 
 def nll_at_lengths(
-    model: Any,
+    model: PreTrainedModel,
     documents: Sequence[np.ndarray],
     lengths: Sequence[int],
     limit: int,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ from torch import Tensor
 from hf_posswap.compat.torch_tensors import is_fake, transforms_active
 from hf_posswap.geometry import Layout
 from hf_posswap.utils.devices import device_type
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+    class _Context(FunctionCtx):
+        """What the forward keeps for the backward."""
+
+        saved_tensors: tuple[Tensor, ...]
+        layout: Layout
 
 
 class _Frequencies(NamedTuple):
@@ -110,7 +119,7 @@ class CosSin(_Halves):
 
     def wide(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return the factors of x, and of x with its pairs swapped, in `rotate`: [B or 1, 1, Q, R] each, cached."""
-        cache: dict[Any, tuple[Tensor, Tensor]] = self.__dict__
+        cache = self.__dict__
         if layout not in cache:
             cache[layout] = _wide(self.cos, self.cos, layout), _wide(-self.sin, self.sin, layout)
         return cache[layout]
@@ -274,13 +283,13 @@ class _Rotation(torch.autograd.Function):
     """`rotate`, whose gradient is the inverse rotation: only the angles are saved for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
         return (_compiled or _turned)(x, cos, sin, layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
 

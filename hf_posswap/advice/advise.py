@@ -120,7 +120,7 @@ class Advice(ResultView):
         ]
         return html_tables.together(blocks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the advice as JSON data."""
         nested = ("use", "others", "unknown", "further")
         plain = {name: value for name, value in self.__dict__.items() if name not in nested}

@@ -75,7 +75,7 @@ class Case:
         return on_meta(copy.deepcopy(self.model.config))
 
 
-def read_case(model: Any, length: int, budget: float | None, serve: str | None) -> Case:
+def read_case(model: object, length: int, budget: float | None, serve: str | None) -> Case:
     """Return the validated request.
 
     Args:

@@ -116,7 +116,7 @@ class Figure(ResultView):
     def __str__(self) -> str:
         return f"{self.trained}: {self.finding}, {self.where}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the figure as JSON data."""
         return {**self.__dict__, "base": dict(self.base.__dict__)}
 
@@ -207,7 +207,7 @@ class Literature:
         lengths = f"{self.window:,} tokens" if self.length is None else f"{self.window:,} to {self.length:,} tokens"
         return f"literature: {self.method}, on {self.models}, {lengths}: {self.finding}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the row as JSON data."""
         return {**self.__dict__, "subjects": list(self.subjects)}
 

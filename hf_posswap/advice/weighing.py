@@ -79,7 +79,7 @@ class Option(ResultView):
         """The published results, then the figures."""
         return (*self.literature, *self.reasons)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the option as JSON data."""
         plain = {name: value for name, value in self.__dict__.items() if name != "bound"}
         reasons = [figure.to_dict() | {"said": str(figure)} for figure in self.reasons]

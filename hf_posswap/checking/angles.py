@@ -84,7 +84,7 @@ def rotary_sets(model: nn.Module) -> list[RotarySet]:
     return sets
 
 
-def _built_anew(module: nn.Module, rope: Any = None) -> nn.Module | None:
+def _built_anew(module: nn.Module, rope: object = None) -> nn.Module | None:
     """Return a rotary module of the same class and config, on the CPU; None: it needs more than a config.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.errors import PositionCheckError
@@ -124,7 +123,7 @@ class CheckReport(ResultView):
             does = "does not do what its config says about positions" if problems else "could not be checked completely"
             raise PositionCheckError("\n".join([f"{self.source} {does}:", *map(_line, problems), *failed]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as JSON."""
         return {
             "source": self.source,
@@ -137,7 +136,7 @@ class CheckReport(ResultView):
             "failed": list(self.failed),
         }
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"source": self.source, "ok": self.ok, "codes": [finding.code for finding in self.findings]}
 
     def _repr_html_(self) -> str:

@@ -63,7 +63,7 @@ def check(
     forward: bool | None = None,
     tokenizer: Any = None,
     trust_remote_code: bool = False,
-    **hub: Any,
+    **hub: object,
 ) -> CheckReport:
     """Check whether a model does what its config says about positions: any transformers model, swapped or not.
 
@@ -147,7 +147,7 @@ class _Examined:
         return CheckReport(self.source, worst_first(unique), *map(tuple, vars(self.coverage).values()))
 
     def model(
-        self, model: PreTrainedModel, sites: Sites | None, raw: dict[str, Any] | None, forward: bool | None
+        self, model: PreTrainedModel, sites: Sites | None, raw: dict[str, object] | None, forward: bool | None
     ) -> None:
         """Check a model: live, or a skeleton on the meta device."""
         swap = getattr(model, "_posswap", None)
@@ -206,7 +206,7 @@ class _Examined:
             self.coverage.fail(check, error)
         return None
 
-    def last(self, model: PreTrainedModel, diagnosis: Diagnosis | None, length: Any) -> None:
+    def last(self, model: PreTrainedModel, diagnosis: Diagnosis | None, length: object) -> None:
         """Check what serving programs read, and the scaling that `length`, the tokenizer's, does not reach."""
         try:
             self.findings += list(serving_findings(model.config, diagnosis))
@@ -238,7 +238,7 @@ class _Examined:
             self.coverage.skip("angles", f"{type(model).__name__} has no rotary module that keeps them as inv_freq")
         yield from angle_findings(sets, is_skeleton=is_skeleton)
 
-    def _lost(self, model: nn.Module, raw: dict[str, Any]) -> list[Finding]:
+    def _lost(self, model: nn.Module, raw: dict[str, object]) -> list[Finding]:
         """Return what the config lost of its config.json, and drop what says the same."""
         lost = list(lost_findings(raw, model.config))
         named = {each.where.rpartition(" ")[2] for each in lost}
@@ -325,7 +325,7 @@ def _rows(model: PreTrainedModel, sites: Sites | None) -> int | None:
     return min(rows, default=None)
 
 
-def _length_in(raw: dict[str, Any] | None) -> int | None:
+def _length_in(raw: dict[str, object] | None) -> int | None:
     """Return the length in a config.json, or in that of its language model."""
     for values in (raw or {}, (raw or {}).get("text_config") or {}):
         length = values.get("max_position_embeddings") if isinstance(values, dict) else None
@@ -334,7 +334,7 @@ def _length_in(raw: dict[str, Any] | None) -> int | None:
     return None
 
 
-def _config_file(model: PreTrainedModel) -> tuple[dict[str, Any] | None, str]:
+def _config_file(model: PreTrainedModel) -> tuple[dict[str, object] | None, str]:
     """Return the config.json that a live model was loaded from; None, and why, where it is not at hand."""
     source = getattr(model.config, "name_or_path", "")
     if not source:
@@ -345,7 +345,7 @@ def _config_file(model: PreTrainedModel) -> tuple[dict[str, Any] | None, str]:
         return None, said_by(error, 200)
 
 
-def _changed_on_purpose(model: Any, raw: dict[str, Any], lost: list[Finding]) -> list[Finding]:
+def _changed_on_purpose(model: Any, raw: dict[str, object], lost: list[Finding]) -> list[Finding]:
     """Return what a live model's config lost of its config.json, as warnings where a fresh load does not lose it."""
     with contextlib.suppress(PosswapError, OSError, ValueError):
         fresh = read_config(model.config.name_or_path, local_files_only=True)

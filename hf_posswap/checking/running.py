@@ -176,7 +176,7 @@ def _first_nonfinite(runner: _Runner) -> str | None:
     """Return the path of the first module that gives NaN or +inf on the row alone; -inf is what masks are made of."""
     first: list[str] = []
 
-    def look(path: str, output: Any) -> None:
+    def look(path: str, output: object) -> None:
         values = (
             output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else [output]
         )
@@ -298,7 +298,8 @@ def _ran(runner: _Runner, code: str, where: str, effect: str, do: str) -> Findin
     if code == "padding":  # a swapped model counts positions as its class does; distances do not depend on that
         by_design = not swap.plan.scheme.traits.relative
     else:
-        by_design = code in codes_of_class(native_class(type(runner.model)))
+        native: object = native_class(type(runner.model))  # mypy: the type of a module is not hashable
+        by_design = code in codes_of_class(native)
     if by_design:
         return Finding("note", where, f"{name} with {swap.plan.named}, by the design of the class: {effect}", do, code)
     return Finding("error", where, f"{name} with {swap.plan.named}: {effect}", do, code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checking.angles import RotarySet
@@ -64,7 +64,7 @@ def scaling_findings(sets: list[RotarySet]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def late_scaling(model: PreTrainedModel, longest: Any) -> Iterator[Finding]:
+def late_scaling(model: PreTrainedModel, longest: object) -> Iterator[Finding]:
     """Yield a dynamic scaling that no text reaches, because the tokenizer cuts it before.
 
     Args:
@@ -95,7 +95,7 @@ def _changes_nothing(rope: RopeSettings, pairs: int) -> bool:
     return all(bool((angles - plain).abs().max() <= 1e-6 * plain.max()) for angles in scaled)
 
 
-def _values(rope: dict[str, Any]) -> str:
+def _values(rope: Mapping[str, object]) -> str:
     names = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     return ", ".join(f"{name} {rope[name]}" for name in names if name in rope) or "no factor"
 
@@ -117,7 +117,7 @@ def theta_findings(model: PreTrainedModel, sets: list[RotarySet]) -> Iterator[Fi
                 )  # fmt: skip
 
 
-def listed(values: list[Any]) -> str:
+def listed(values: Sequence[float | None]) -> str:
     """Return numbers as text, each once."""
     texts = [f"{value:g}" if isinstance(value, (int, float)) else str(value) for value in values]
     return " and ".join(dict.fromkeys(texts))
@@ -184,7 +184,7 @@ def generation_findings(model: PreTrainedModel, sites: Sites | None) -> Iterator
             )  # fmt: skip
 
 
-def lost_findings(raw: dict[str, Any], config: Any) -> Iterator[Finding]:
+def lost_findings(raw: dict[str, object], config: Any) -> Iterator[Finding]:
     """Yield thetas and scalings of config.json that are not in the config loaded from it.
 
     Args:
@@ -222,7 +222,7 @@ def _lost(raw: dict[str, Any], config: Any, where: str) -> Iterator[Finding]:
         yield from _lost_scaling(f"{where}: {name}", setting, layers, config)
 
 
-def _lost_theta(where: str, value: float, thetas: list[Any], config: PreTrainedConfig) -> Finding:
+def _lost_theta(where: str, value: float, thetas: Sequence[float | None], config: PreTrainedConfig) -> Finding:
     loaded = " and ".join(
         dict.fromkeys(f"{theta:g}" if isinstance(theta, (int, float)) else "null" for theta in thetas)
     )
@@ -337,7 +337,7 @@ def serving_findings(config: PreTrainedConfig, diagnosis: Diagnosis | None = Non
             )  # fmt: skip
 
 
-def _wanted(judged: Judgement, positions: PositionConfig, config: PreTrainedConfig) -> dict[str, Any]:
+def _wanted(judged: Judgement, positions: PositionConfig, config: PreTrainedConfig) -> dict[str, object]:
     """Return the keys that a program wants and the config lacks or has otherwise; {}: its defaults are the same."""
     if positions.rope_type == "default" and positions.rope.get("rope_theta", _USUAL_THETA) == _USUAL_THETA:
         return {}
@@ -347,7 +347,7 @@ def _wanted(judged: Judgement, positions: PositionConfig, config: PreTrainedConf
     return outer | ({"rope_parameters": rope} if rope else {})
 
 
-def _same(has: Any, wanted: Any) -> bool:
+def _same(has: object, wanted: object) -> bool:
     if isinstance(has, float) and isinstance(wanted, float):
         return abs(has - wanted) < 1e-6 * abs(wanted)
     return bool(has == wanted)

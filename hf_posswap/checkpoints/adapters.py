@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_posswap.compat.peft_wrappers import is_saved_with_adapter, watch_adapters
 from hf_posswap.errors import CheckpointError, MissingDependencyError, NotPatchedError, UnsupportedSwapError
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.record.adapter_marks import SIDECAR, base_of, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.patching.sites.attention.edits import AddMechanism
@@ -151,7 +152,7 @@ def write_sidecars(model: PreTrainedModel, folder: Path) -> None:
     _correct_card(folder / "README.md", base.name_or_path)
 
 
-def _correct_card(path: Path, base: str) -> None:
+def _correct_card(path: Path, base: str | None) -> None:
     """Tag PEFT's model card, and take a local path out of it: the Hub takes `base_model` for a repository."""
     from huggingface_hub import ModelCard
 
@@ -159,7 +160,7 @@ def _correct_card(path: Path, base: str) -> None:
         return
     card = ModelCard.load(path)
     card.data.tags = sorted({*(card.data.tags or ()), "hf_posswap"})
-    for tag in [tag for tag in card.data.tags if tag.startswith("base_model:") and Path(base).exists()]:
+    for tag in [tag for tag in card.data.tags if base and tag.startswith("base_model:") and Path(base).exists()]:
         card.data.tags.remove(tag)
     if base and Path(base).exists():
         card.data.base_model = None
@@ -191,7 +192,7 @@ def is_swapped(model: PreTrainedModel) -> bool:
     return getattr(base_of(model), "_posswap", None) is not None
 
 
-def swapped_base(model: PreTrainedModel) -> Any:
+def swapped_base(model: PreTrainedModel) -> PreTrainedModel:
     """Return the swapped transformers model: `model`, or the base inside a PEFT model.
 
     Raises:
@@ -203,13 +204,13 @@ def swapped_base(model: PreTrainedModel) -> Any:
     return base
 
 
-def lies_on_disk(base: Any) -> bool:
+def lies_on_disk(base: PreTrainedModel) -> bool:
     """Return whether the checkpoint that a swapped model was loaded from carries the swap itself.
 
     Raises:
         CheckpointError: its config.json cannot be read any more.
     """
-    if not base._posswap.can_undo:
+    if not applied_swap(base).can_undo:
         return True
     path = Path(base.name_or_path or "/nowhere") / "config.json"  # a blend keeps its undo when it is loaded
     try:
@@ -276,7 +277,7 @@ def refuse_changed_base(model: PreTrainedModel) -> None:
         return
     base = swapped_base(model)
     changed = {
-        "fit_rotation has changed queries and keys": base._posswap.fitted,
+        "fit_rotation has changed queries and keys": applied_swap(base).fitted,
         "centre_table has changed the token embeddings": getattr(base, CENTRED, False),
     }
     for change in (change for change, was in changed.items() if was):
@@ -286,10 +287,10 @@ def refuse_changed_base(model: PreTrainedModel) -> None:
         )
 
 
-def _learned(base: Any) -> list[tuple[str, nn.Module]]:
+def _learned(base: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the modules of a swapped model with parameters of its scheme: path and module."""
     learned = []
-    for edit in base._posswap.plan.edits:
+    for edit in applied_swap(base).plan.edits:
         learns = isinstance(edit, AddMechanism) or (isinstance(edit, ReplaceTable) and edit.scheme.trainable)
         if learns:
             module = base.get_submodule(edit.path)
@@ -297,13 +298,13 @@ def _learned(base: Any) -> list[tuple[str, nn.Module]]:
     return learned
 
 
-def _is_trained(base: Any, path: str, module: nn.Module) -> bool:
+def _is_trained(base: PreTrainedModel, path: str, module: nn.Module) -> bool:
     """Return whether `module` has, or may get, other values than the swap alone put there."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
     if lies_on_disk(base):  # as it was loaded
         return False
-    learned_edits, swap = (AddMechanism, ReplaceTable), base._posswap
+    learned_edits, swap = (AddMechanism, ReplaceTable), applied_swap(base)
     edit, saved = next(
         (edit, saved) for edit, saved in swap.done() if isinstance(edit, learned_edits) and edit.path == path
     )

@@ -7,14 +7,17 @@ build the native model and put the swap back before weights are loaded (`patchin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.patching.apply.patch_model import restore_swap as restore_swap  # what the classes of models run
 from hf_posswap.patching.record.config_class import read_plugin_config
 from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE
 
+if TYPE_CHECKING:
+    from types import ModuleType
 
-def register(module: Any) -> None:
+
+def register(module: ModuleType) -> None:
     """Register the config class of plugin checkpoints with the AutoConfig of transformers' `module`."""
     module.AutoConfig.register(POSSWAP_MODEL_TYPE, config_reader(), exist_ok=True)
 
@@ -29,7 +32,7 @@ def config_reader() -> Any:
         model_type = POSSWAP_MODEL_TYPE
 
         @classmethod
-        def from_dict(cls, config_dict: dict[str, Any], **kwargs: object) -> Any:
+        def from_dict(cls, config_dict: dict[str, object], **kwargs: object) -> Any:
             return read_plugin_config(config_dict, **kwargs)
 
     return PosswapConfig

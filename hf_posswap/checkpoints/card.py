@@ -20,6 +20,7 @@ from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.untrusted import card_data, kept_header, read_bounded
 
 if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
     from transformers import PreTrainedConfig
 
     from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -143,7 +144,11 @@ def _signature(text: str) -> str:
 
 
 def _card_data(
-    facts: CardFacts, task: str | None, plan: SwapPlan | None, origin: tuple[str | None, str | None], metrics: list[Any]
+    facts: CardFacts,
+    task: str | None,
+    plan: SwapPlan | None,
+    origin: tuple[str | None, str | None],
+    metrics: list[EvalResult],
 ) -> Any:
     from huggingface_hub import ModelCardData
 
@@ -186,7 +191,7 @@ def _is_repo_id(name: str) -> bool:
         return False
 
 
-def _card_of(base: str, token: str | None, local: bool) -> dict[str, Any]:
+def _card_of(base: str, token: str | None, local: bool) -> dict[str, object]:
     """Return the metadata of the card of `base`, a folder or a Hub id; empty, with a warning, where there is none."""
     from huggingface_hub import ModelCard
 
@@ -205,7 +210,7 @@ def _card_of(base: str, token: str | None, local: bool) -> dict[str, Any]:
             stacklevel=5,
         )
         return {}
-    data: dict[str, Any] = card.data.to_dict()
+    data: dict[str, object] = card.data.to_dict()
     return data
 
 

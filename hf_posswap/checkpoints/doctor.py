@@ -39,6 +39,8 @@ from hf_posswap.utils.threads import quiet_logger
 from hf_posswap.utils.weight_shapes import FLOATS, Shapes, folder_kinds
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedModel
 
 _SHOWN = 4
@@ -73,7 +75,7 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
     return diagnose(read_chart(checkpoint_of(source, **hub), **hub), trust_remote_code=trust_remote_code, **hub)
 
 
-def diagnose(chart: Chart, *, trust_remote_code: bool = False, **hub: Any) -> Diagnosis:
+def diagnose(chart: Chart, *, trust_remote_code: bool = False, **hub: object) -> Diagnosis:
     """Return what `doctor` does of a checkpoint whose files were read."""
     findings = list(adapter_findings(chart))
     checked = ["adapter_config.json"] if chart.adapter is not None else []
@@ -86,7 +88,7 @@ def diagnose(chart: Chart, *, trust_remote_code: bool = False, **hub: Any) -> Di
     return Diagnosis(chart.source, positions, worst_first(findings), tuple(checked), serving)
 
 
-def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], list[str], tuple[Serving, ...]]:
+def _of_model(chart: Chart, hub: Mapping[str, object]) -> tuple[str, list[Finding], list[str], tuple[Serving, ...]]:
     """Return the mechanism as text, the findings, the checks, and the verdicts of serving programs."""
     assert chart.config is not None
     checked = ["config.json"]
@@ -113,7 +115,7 @@ def _of_model(chart: Chart, hub: dict[str, Any]) -> tuple[str, list[Finding], li
     return _positions(chart, layout), all_findings, checked, _serving(chart, layout)
 
 
-def _serving(chart: Chart, layout: Any) -> tuple[Serving, ...]:
+def _serving(chart: Chart, layout: object) -> tuple[Serving, ...]:
     """Return how each program runs the checkpoint; () where its positions are unknown."""
     if not isinstance(layout, Layout) or layout.sites is None:
         return ()
@@ -145,14 +147,14 @@ def _served(
     return Serving(target, direct.verdict, direct.why, command, direct.claim.source)
 
 
-def config_findings(config: dict[str, Any], where: str = "config.json") -> list[Finding]:
+def config_findings(config: Mapping[str, object], where: str = "config.json") -> list[Finding]:
     """Return the problems in the rope settings of a config and of the configs inside it."""
     inner = {name: value for name, value in config.items() if isinstance(value, dict) and "model_type" in value}
     located = {where: config, **{f"{where}: {name}": value for name, value in inner.items()}}  # text_config, ...
     return [finding for location, each in located.items() for finding in rope_findings(each, location)]
 
 
-def _positions(chart: Chart, layout: Any) -> str:
+def _positions(chart: Chart, layout: object) -> str:
     """Return the mechanism of a checkpoint as text."""
     from hf_posswap.patching.inspect.describe import describe_positions
 
@@ -176,7 +178,7 @@ class Layout:
         sites: where its positions are; None where no family describes it.
     """
 
-    model: Any
+    model: PreTrainedModel
     sites: Sites | None
 
 
@@ -184,7 +186,7 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
     """Return the model of `chart` on the meta device, or the finding that it cannot be built."""
     try:
         config = read_config(chart.source, **hub)
-        config_class: Any = type(config)
+        config_class = type(config)
         named = model_class_of(config)
         if native_config_class(config) is not config_class:
             named = swapped_class(named)
@@ -319,7 +321,7 @@ def length_findings(layout: Layout, chart: Chart) -> Iterator[Finding]:
     """Yield lengths beyond the end of a position table."""
     code, sites, rows = "tokenizer-length", layout.sites, None
     if sites is not None and sites.table_path is not None:
-        shape: Any = (chart.shapes or {}).get(f"{sites.table_path}.weight")
+        shape = (chart.shapes or {}).get(f"{sites.table_path}.weight")
         if shape is None:
             shape = getattr(get(layout.model, sites.table_path), "weight", torch.empty(0, device="meta")).shape
         rows = shape[0] - sites.table_offset if len(shape) == 2 else None  # None: the table was removed

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from hf_posswap.utils.auto_classes import refuse_endless_lists
 from hf_posswap.utils.format import is_number
 from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _FROM_ORIGINAL = ("yarn", "longrope", "llama3")
 _SETTINGS = ("rope_parameters", "rope_scaling")
@@ -50,12 +53,12 @@ class Chart:
     source: str
     config: dict[str, Any] | None
     adapter: dict[str, Any] | None
-    sidecar: dict[str, Any] | None
+    sidecar: dict[str, object] | None
     tokenizer: dict[str, Any] | None
     shapes: Shapes | None
 
 
-def read_chart(source: str | Path, **hub: Any) -> Chart:
+def read_chart(source: str | Path, **hub: object) -> Chart:
     """Return what lies in the checkpoint at `source`, a folder or a Hub id; no weight is read.
 
     Args:
@@ -75,7 +78,7 @@ def read_chart(source: str | Path, **hub: Any) -> Chart:
     return Chart(str(source), config, adapter, sidecar, tokenizer, shapes)
 
 
-def read_json_of(source: str | Path, name: str, **hub: Any) -> dict[str, Any] | None:
+def read_json_of(source: str | Path, name: str, **hub: Any) -> dict[str, object] | None:
     """Return the object in the JSON file `name` of a folder or Hub id; None where there is no such file.
 
     Raises:
@@ -109,7 +112,7 @@ def _shapes_on_hub(source: str, hub: dict[str, Any]) -> Shapes | None:
     return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
 
 
-def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterator[Finding]:
+def rope_findings(config: Mapping[str, object], where: str = "config.json") -> Iterator[Finding]:
     """Yield the problems in the rope settings of one config.
 
     Args:
@@ -151,7 +154,7 @@ def rope_findings(config: dict[str, Any], where: str = "config.json") -> Iterato
             yield Finding("warning", f"{location}.{name}", problem, "Put truncate next to the layer types.", "rope-key")
 
 
-def _of_one(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
+def _of_one(config: Mapping[str, object], rope: dict[str, object], where: str) -> Iterator[Finding]:
     rope_kind = RopeSettings(rope).rope_type
     if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
         problem = f"type is {rope['type']!r} and rope_type {rope['rope_type']!r}: programs differ in which they read."
@@ -176,14 +179,14 @@ def _of_one(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterato
         )
 
 
-def _spelled_anew(settings: Any) -> Any:
+def _spelled_anew(settings: object) -> object:
     """Return rope settings with their type only under its new name."""
     if not isinstance(settings, dict):
         return settings
     return {k: v for k, v in settings.items() if k != "type"} | {"rope_type": RopeSettings(settings).rope_type}
 
 
-def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
+def _theta(config: Mapping[str, object], rope: Mapping[str, object], where: str) -> Iterator[Finding]:
     inside, outside = rope.get("rope_theta"), config.get("rope_theta", config.get("rotary_emb_base"))
     null = list(_null_theta(config, rope, where))
     if null:
@@ -223,7 +226,7 @@ def _theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator
         )
 
 
-def _null_theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Iterator[Finding]:
+def _null_theta(config: Mapping[str, object], rope: Mapping[str, object], where: str) -> Iterator[Finding]:
     """Yield the finding that the theta in force is null: transformers takes that for a value, not for its default."""
     inside = "rope_theta" in rope
     if (rope if inside else config).get("rope_theta", 0) is None:
@@ -238,7 +241,7 @@ def _null_theta(config: dict[str, Any], rope: dict[str, Any], where: str) -> Ite
         )
 
 
-def _factor(config: dict[str, Any], rope: dict[str, Any], type_name: str, where: str) -> Iterator[Finding]:
+def _factor(config: Mapping[str, object], rope: Mapping[str, object], type_name: str, where: str) -> Iterator[Finding]:
     factor = rope.get("factor")
     if factor is None and type_name == "longrope" and _original(config, rope):
         return
@@ -247,7 +250,7 @@ def _factor(config: dict[str, Any], rope: dict[str, Any], type_name: str, where:
         yield Finding("error", where, problem, "Write target length over original length.", "scaling-factor")
 
 
-def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where: str) -> Iterator[Finding]:
+def _lengths(config: Mapping[str, object], rope: Mapping[str, object], type_name: str, where: str) -> Iterator[Finding]:
     """Yield contradictions of factor, original length and max_position_embeddings."""
     most, original, factor = config.get("max_position_embeddings"), _original(config, rope), rope.get("factor")
     if type_name == "dynamic":
@@ -293,7 +296,7 @@ def _lengths(config: dict[str, Any], rope: dict[str, Any], type_name: str, where
         )
 
 
-def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
+def _yarn(rope: Mapping[str, object], where: str) -> Iterator[Finding]:
     factor, given = rope.get("factor"), rope.get("attention_factor")
     scales = [rope.get(name) is not None for name in ("mscale", "mscale_all_dim")]
     if any(scales) and not all(scales) and given is None:
@@ -324,7 +327,7 @@ def _yarn(rope: dict[str, Any], where: str) -> Iterator[Finding]:
         yield Finding("warning", where, problem, "Check the release that serves it.", "attention-factor")
 
 
-def _original(config: dict[str, Any], rope: dict[str, Any]) -> Any:
+def _original(config: Mapping[str, object], rope: Mapping[str, object]) -> object:
     return rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
 
 
@@ -352,7 +355,7 @@ def record_findings(chart: Chart) -> Iterator[Finding]:
     yield from _against_config(record, config, chart)
 
 
-def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) -> Iterator[Finding]:
+def _against_config(record: SwapRecord, config: dict[str, object], chart: Chart) -> Iterator[Finding]:
     """Yield config values that differ from what the recorded swap writes."""
     from transformers import CONFIG_MAPPING
 
@@ -362,7 +365,7 @@ def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) ->
         return
     try:
         refuse_endless_lists(chart.source, config)
-        native: Any = CONFIG_MAPPING[record.base_type].from_dict(
+        native = CONFIG_MAPPING[record.base_type].from_dict(
             {key: value for key, value in read(config).items() if key != "posswap"}
             | {"model_type": record.base_type}
             | record.original
@@ -382,7 +385,7 @@ def _against_config(record: SwapRecord, config: dict[str, Any], chart: Chart) ->
         yield from _differing(name, values.get(name, original), config)
 
 
-def _differing(name: str, expected: object, config: dict[str, Any]) -> Iterator[Finding]:
+def _differing(name: str, expected: object, config: Mapping[str, object]) -> Iterator[Finding]:
     """Yield the finding that the config value `name`, also under an older name, is not the `expected` one."""
     older = {"max_position_embeddings": "n_positions"}
     actual = config.get(name, config.get(older.get(name, name)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
@@ -72,7 +72,7 @@ class Diagnosis(ResultView):
     checked: tuple[str, ...]
     serving: tuple[Serving, ...] = ()
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         counts = {name: sum(f.severity == name for f in self.findings) for name in _ORDER}
         facts = {"source": self.source, "clean": self.clean, "positions": self.positions}
         return facts | {f"{name}s": count for name, count in counts.items() if count}
@@ -90,7 +90,7 @@ class Diagnosis(ResultView):
         """Whether there is neither an error nor a warning."""
         return all(finding.severity == "note" for finding in self.findings)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the diagnosis as JSON."""
         return {
             "source": self.source,

@@ -172,7 +172,7 @@ class Commit:
     def _create(self, before: str, message: str) -> tuple[str, str]:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        operations: list[Any] = [
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in self.files.items()),
             *(CommitOperationDelete(path_in_repo=name) for name in self.deleted),
         ]

@@ -23,7 +23,7 @@ from hf_posswap.checkpoints.adapters import (
 from hf_posswap.compat.peft_wrappers import read_adapter_weights
 from hf_posswap.compat.transformers_loading import auto_mapping, file_of, ignored_on_load
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
-from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.apply.patch_model import apply_plan, patch_model
 from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
@@ -59,6 +59,9 @@ from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import FLOATS, INDEX, WEIGHTS, folder_kinds, refuse_outside
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -125,7 +128,7 @@ def load(
         return _load_with_base(source, adapter, model_class=model_class, trust_remote_code=trust_remote_code, **kwargs)
     config = read_config(source, trust_remote_code=trust_remote_code, **hub)
     chosen = model_class or model_class_of(config)
-    config_class: Any = type(config)
+    config_class = type(config)
     if native_config_class(config) is not config_class and auto_mapping(chosen) is None:
         chosen = swapped_class(chosen)
     try:
@@ -135,9 +138,10 @@ def load(
             bounds = Bounds() if elsewhere else bounds_in(source, config)
             refuse_endless(chosen, config, bounds, trust_remote_code=trust_remote_code)
             with PROCESS:  # transformers changes functions and the default dtype of the process meanwhile
-                model, info = chosen.from_pretrained(
+                loaded: Any = chosen.from_pretrained(
                     str(source), config=config, output_loading_info=True, trust_remote_code=trust_remote_code, **kwargs
                 )
+                model, info = loaded
     except PosswapError:
         raise
     except Exception as error:  # a model's own code may raise anything, given a config that fits no weights
@@ -165,7 +169,7 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str]
         )
 
 
-def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str, Any], hub: dict[str, Any]) -> None:
+def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str, Any], hub: dict[str, object]) -> None:
     """Refuse integers in the files where `model` has floating-point weights: transformers takes them for those.
 
     The config of a quantized checkpoint of transformers says how they are read.
@@ -201,7 +205,7 @@ def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str,
 
 def _keys_held(config: PreTrainedConfig, prefix: str) -> set[str]:
     """Return the keys, less the base model's prefix, of the model that the checkpoint's config names."""
-    config_class: Any = type(config)
+    config_class = type(config)
     named = model_class_of(config)
     if native_config_class(config) is not config_class:
         named = swapped_class(named)
@@ -279,8 +283,13 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
 
 
 def load_adapter(
-    model: PreTrainedModel, source: str | Path, *, trainable: bool = False, trust_unrecorded: bool = False, **hub: Any
-) -> Any:
+    model: PreTrainedModel,
+    source: str | Path,
+    *,
+    trainable: bool = False,
+    trust_unrecorded: bool = False,
+    **hub: object,
+) -> PeftModel:
     """Return a PEFT model: `model` with the adapter at `source`, if it has the mechanism that it was trained on.
 
     Args:
@@ -364,7 +373,7 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
     _refuse_other(base, adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
     if adapter.training is not None and adapter.record is not None:
         base.config.posswap_training = adapter.training
-        base._posswap.plan = as_trained(base._posswap.plan, adapter.record, base.config)
+        applied_swap(base).plan = as_trained(applied_swap(base).plan, adapter.record, base.config)
     adapted = _with_adapter(model, source, False, hub)
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = adapter.base  # on disk it may be a hint in its place
@@ -377,7 +386,7 @@ def _identity(source: str | Path) -> str:
     return str(path.resolve()) if path.is_dir() else str(source)
 
 
-def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, hub: dict[str, Any]) -> Any:
+def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, hub: Mapping[str, object]) -> PeftModel:
     peft = import_peft()
     try:
         weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
@@ -393,19 +402,20 @@ def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, h
     return adapted
 
 
-def _refuse_other(model: Any, adapter: AdapterSource, source: str, trust_unrecorded: bool) -> None:
+def _refuse_other(model: PreTrainedModel, adapter: AdapterSource, source: str, trust_unrecorded: bool) -> None:
     """Refuse an adapter whose base had another mechanism than `model` has."""
     if adapter.record is not None:
         refuse_other_base(model, adapter.record, source)
     elif not trust_unrecorded and getattr(model, "_posswap", None) is not None:
         raise RecordError(
             f"the adapter {source!r} has no {SIDECAR}: it was trained on an unswapped model, or saved without "
-            f"hf_posswap, and this {type(model).__name__} carries {model._posswap.plan.record.make_scheme()}. If it "
+            f"hf_posswap, and this {type(model).__name__} carries "
+            f"{applied_swap(model).plan.record.make_scheme()}. If it "
             "was trained with that, pass trust_unrecorded=True to hf_posswap.load_adapter."
         )
 
 
-def _record_beside(source: str | Path, base: Any, hub: dict[str, Any]) -> SwapRecord | None:
+def _record_beside(source: str | Path, base: object, hub: Mapping[str, object]) -> SwapRecord | None:
     """Return the record in the weights of an adapter without a sidecar, or of the folder of its base; None: no swap."""
     weights = file_of(source, ADAPTER_WEIGHTS, certain=False, **hub)
     if weights is not None and (record := record_in_file(weights)) is not None:
@@ -415,7 +425,7 @@ def _record_beside(source: str | Path, base: Any, hub: dict[str, Any]) -> SwapRe
     return None if carried is None else SwapRecord.from_dict(carried)
 
 
-def _read_object(source: str | Path, name: str, hub: dict[str, Any], *, certain: bool) -> dict[str, Any] | None:
+def _read_object(source: str | Path, name: str, hub: Mapping[str, object], *, certain: bool) -> dict[str, Any] | None:
     """Return the JSON object in the file `name` of a folder or Hub id; None where there is no such file.
 
     Args:

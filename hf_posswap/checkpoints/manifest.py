@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.checkpoints.card import is_saved_readme
@@ -23,6 +23,9 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.utils.atomic_io import object_or_empty, read_json, write_json
 from hf_posswap.utils.untrusted import read_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MANIFEST = "posswap_files.json"
 _VERSION = 1
@@ -60,7 +63,7 @@ def write_listed_json(path: Path, value: object) -> None:
         write_json(path.parent / MANIFEST, {"version": _VERSION, "files": files | {path.name: _fingerprint(path)}})
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, object] | None:
     """Return the files that the manifest in `folder` lists, with their fingerprints; None: there is no manifest.
 
     Raises:
@@ -78,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         else:
             problem = "it must hold an object with version 1 and files"
         if isinstance(content, dict) and content.get("version") == _VERSION and isinstance(content.get("files"), dict):
-            files: dict[str, Any] = content["files"]
+            files = content["files"]
             return files
     raise CheckpointError(
         f"{path} does not tell which files a save wrote: {problem}. Choose another folder, or move what you need out "
@@ -86,7 +89,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     )
 
 
-def unsaved_entries(folder: Path, files: dict[str, Any]) -> dict[str, str]:
+def unsaved_entries(folder: Path, files: Mapping[str, object]) -> dict[str, str]:
     """Return the entries of `folder` that are not as a save wrote them: name and why.
 
     Args:
@@ -97,7 +100,7 @@ def unsaved_entries(folder: Path, files: dict[str, Any]) -> dict[str, str]:
     return {name: problem for name, problem in problems.items() if problem is not None}
 
 
-def _problem(entry: os.DirEntry[str], listed: Any) -> str | None:
+def _problem(entry: os.DirEntry[str], listed: object) -> str | None:
     problem = irregularity(entry)
     if problem is None and listed is None:
         problem = "not written by a save"
@@ -159,7 +162,7 @@ def state_of(folder: Path) -> State:
     }
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -30,6 +30,7 @@ from hf_posswap.errors import (
     UnknownNameError,
     UnsupportedSwapError,
 )
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -47,7 +48,7 @@ TOLERANCE = 1e-4
 """The largest difference of two outputs, as a share of their largest distance from the mean."""
 _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
 _DECODERS, _ENCODERS = ("gpt2", "opt"), ("bert", "roberta")
-CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[Any, SwapPlan], Blueprint]]] = {
+CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[PreTrainedModel, SwapPlan], Blueprint]]] = {
     "same": (None, same_class),
     "gpt_neox": (_DECODERS, gpt_neox),
     "jina_embeddings_v3": (_ENCODERS, jina_embeddings_v3),
@@ -79,11 +80,11 @@ class Native(ResultView):
         proof: that it computes what the swapped model does.
     """
 
-    model: Any
+    model: PreTrainedModel
     target: str
     proof: Proof
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"model": type(self.model).__name__, "target": self.target, "proof": str(self.proof)}
 
     def _html_rows(self) -> list[tuple[str, str]]:
@@ -163,14 +164,14 @@ def _refusal(model: PreTrainedModel, plan: SwapPlan, reasons: list[tuple[str, st
     return f"no stock class computes {name} with {plan.scheme} exactly. {reasons_text}.{alibi} {_WHAT_WORKS}"
 
 
-def _built(model: Any, blueprint: Blueprint) -> Any:
+def _built(model: Any, blueprint: Blueprint) -> PreTrainedModel:
     """Return the model of `blueprint`, with the dtype, device and mode of `model`, and its generation config."""
     source = model.config
     config = blueprint.config
     config.name_or_path = source.name_or_path
     training = training_of(source)
     if training is not None and training.is_of(
-        model._posswap.plan.record
+        applied_swap(model).plan.record
     ):  # the weights were trained for this mechanism
         config.posswap_training = {**training.to_dict(), "swap": None}
     pooling = {}
@@ -273,7 +274,9 @@ def proof_lengths(original: int, limit: int | None) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def prove_equal(model: PreTrainedModel, native: Any, lengths: tuple[int, ...], *, causal: bool, seed: int = 0) -> Proof:
+def prove_equal(
+    model: PreTrainedModel, native: PreTrainedModel, lengths: tuple[int, ...], *, causal: bool, seed: int = 0
+) -> Proof:
     """Compare the outputs of two models; both are left unchanged.
 
     Other dtypes than float32 and float64 are compared in float32, on copies, so that rounding hides no difference.
@@ -317,7 +320,7 @@ def prove_equal(model: PreTrainedModel, native: Any, lengths: tuple[int, ...], *
     return proof
 
 
-def _wide(model: PreTrainedModel) -> Any:
+def _wide(model: PreTrainedModel) -> PreTrainedModel:
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.data = parameter.data.float()
@@ -341,7 +344,7 @@ def _inputs(ids: Tensor, causal: bool) -> list[dict[str, Tensor]]:
     return [whole, {"input_ids": ids, "attention_mask": padded}]
 
 
-def _outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of `model` that are not padding, by name, in float32 on the CPU."""
     parameters = inspect.signature(type(model).forward).parameters
     if model.config.is_encoder_decoder:  # the same tokens in both stacks

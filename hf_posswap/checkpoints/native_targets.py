@@ -44,6 +44,8 @@ from hf_posswap.schemes.layered import Layered
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from hf_posswap.schemes.base import Scheme
+
 _JINA_LAYER: LayerNames = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -139,10 +141,10 @@ def same_class(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     return Blueprint(native_class(type(model)), _same_class_config(model, plan), _in_native_layout(weights, plan))
 
 
-def _same_class_config(model: PreTrainedModel, plan: SwapPlan) -> Any:
+def _same_class_config(model: PreTrainedModel, plan: SwapPlan) -> PreTrainedConfig:
     """Return the config of the native model with rope parameters that express the scheme of `plan`."""
     config = native_config(model.config)
-    scheme: Any = plan.scheme
+    scheme: Scheme = plan.scheme
     if not isinstance(scheme, NoPE):
         scheme = dataclasses.replace(rotary_scheme(plan), layout=plan.sites.geometry.layout)
     with torch.device("meta"):
@@ -252,7 +254,7 @@ def gpt_neox(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
         UnsupportedSwapError: it would not be exact, with the reason.
     """
     scheme, geometry, source = rotary_scheme(plan), plan.sites.geometry, transformer_weights_of(model)
-    model_class: Any = transformers.GPTNeoXForCausalLM if source.head else transformers.GPTNeoXModel
+    model_class: type[PreTrainedModel] = transformers.GPTNeoXForCausalLM if source.head else transformers.GPTNeoXModel
     base = "gpt_neox." if source.head else ""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": scheme.filled("partial")}
     config = transformers.GPTNeoXConfig(
@@ -292,7 +294,9 @@ def jina_embeddings_v3(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
     if scheme.rotary_dim(geometry) != geometry.head_dim:
         refuse("it rotates all dimensions of a head, and this scheme only some")
     source = transformer_weights_of(model)
-    model_class: Any = transformers.JinaEmbeddingsV3ForMaskedLM if source.head else transformers.JinaEmbeddingsV3Model
+    model_class: type[PreTrainedModel] = (
+        transformers.JinaEmbeddingsV3ForMaskedLM if source.head else transformers.JinaEmbeddingsV3Model
+    )
     base = "roberta." if source.head else ""
     config = transformers.JinaEmbeddingsV3Config(
         **source.shape,
@@ -326,7 +330,7 @@ def roformer(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
         refuse("its base model has no pooler, and this one has")
     if source.head and source.shape["hidden_act"] != "gelu":
         refuse("its head takes the activation of the layers, and this model's gelu")
-    model_class: Any = transformers.RoFormerModel
+    model_class: type[PreTrainedModel] = transformers.RoFormerModel
     if source.head:
         model_class = transformers.RoFormerForCausalLM if geometry.causal else transformers.RoFormerForMaskedLM
     base = "roformer." if source.head else ""
@@ -369,7 +373,7 @@ def mpnet(model: Any, plan: SwapPlan) -> Blueprint:
     source = transformer_weights_of(model)
     if _types(source).shape[0] > 1:
         refuse("it has no token types, and this model has several (BERT's second sentence)")
-    model_class: Any = transformers.MPNetForMaskedLM if source.head else transformers.MPNetModel
+    model_class = transformers.MPNetForMaskedLM if source.head else transformers.MPNetModel
     base = "mpnet." if source.head else ""
     positions = plan.max_length + _MPNET_PADDING + 1
     config = transformers.MPNetConfig(**source.shape, max_position_embeddings=positions)

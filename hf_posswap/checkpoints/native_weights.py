@@ -18,7 +18,7 @@ from hf_posswap.errors import UnsupportedSwapError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Affine = dict[str, Tensor]
 """The `weight` and `bias` of a Linear or a LayerNorm; an Embedding has a weight alone."""
@@ -177,7 +177,7 @@ def refuse(reason: str) -> NoReturn:
     raise UnsupportedSwapError(reason)
 
 
-def transformer_weights_of(model: Any) -> TransformerWeights:
+def transformer_weights_of(model: PreTrainedModel) -> TransformerWeights:
     """Return the weights of a swapped `model` by role.
 
     Raises:
@@ -192,7 +192,7 @@ def transformer_weights_of(model: Any) -> TransformerWeights:
     return take(model, model.state_dict(), base)
 
 
-def _shape(config: Any, **more: Any) -> dict[str, Any]:
+def _shape(config: PreTrainedConfig, **more: object) -> dict[str, Any]:
     shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings", *_TOKENS)
     return {name: getattr(config, name) for name in shared} | {"dtype": config.dtype} | more
 

@@ -22,6 +22,8 @@ from hf_posswap.utils.gguf_source import checkpoint_of
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _WIDTH = 100
@@ -184,10 +186,10 @@ class Overrides(ResultView):
             blocks += [_commented(f"{name}:"), *(f"#   {line}".rstrip() for line in text.splitlines())]
         return "\n".join(blocks)
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"target": self.target, "scheme": self.scheme, "max_length": self.max_length, "verdict": self.verdict}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the overrides as JSON."""
         return {**self.__dict__, "notes": list(self.notes)}
 
@@ -252,7 +254,7 @@ def overrides(
     )  # fmt: skip
 
 
-def _scheme_text(scheme: Any, options: dict[str, Any]) -> str:
+def _scheme_text(scheme: Scheme | str, options: Mapping[str, object]) -> str:
     """Return a scheme as the command takes it; one with lists goes into a file."""
     if isinstance(scheme, Scheme):
         given = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(scheme)}

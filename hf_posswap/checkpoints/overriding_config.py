@@ -19,6 +19,8 @@ from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedModel
 
 Apply = Callable[[Any, dict[str, Any]], Any]
@@ -63,7 +65,7 @@ class ConfigSwap:
         return f"{self.part}.{name}".lstrip(".")
 
     @property
-    def wanted_rope(self) -> dict[str, dict[str, Any]]:
+    def wanted_rope(self) -> dict[str, dict[str, object]]:
         """The rope parameters after the swap, by the path of their sub-config."""
         split = ((path.rpartition("."), value) for path, value in self.values.items())
         return {parent: value for (parent, _, leaf), value in split if leaf == "rope_parameters"}
@@ -154,7 +156,7 @@ def config_swap(
     return swap
 
 
-def nested(values: dict[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, object]:
     """Return values by path as a mapping of mappings.
 
     Example:
@@ -179,12 +181,12 @@ def _what_next(target: str) -> str:
     return "train it in a process that runs import hf_posswap (the page In your own loop), not by a setting."
 
 
-def by_transformers(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
+def by_transformers(config: PreTrainedConfig, values: Mapping[str, object]) -> object:
     """Return `config` as `from_pretrained` loads it with `values` as arguments."""
     return type(config).from_dict(config.to_dict(), **copy.deepcopy(values))
 
 
-def by_vllm(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
+def by_vllm(config: PreTrainedConfig, values: Mapping[str, object]) -> PreTrainedConfig:
     """Return `config` as vLLM has it after `--hf-overrides`: whole dicts, merged ones in a sub-config."""
     applied = copy.deepcopy(config)
     for name, value in values.items():
@@ -196,11 +198,11 @@ def by_vllm(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
     return applied
 
 
-def by_sglang(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
+def by_sglang(config: PreTrainedConfig, values: Mapping[str, object]) -> PreTrainedConfig:
     """Return `config` as SGLang has it after `--json-model-override-args`: rope parameters are merged."""
     applied = copy.deepcopy(config)
     for name, value in copy.deepcopy(values).items():
-        current: Any = getattr(applied, name, None)
+        current = getattr(applied, name, None)
         if isinstance(value, dict) and isinstance(current, PreTrainedConfig):
             current.update(value)
         elif name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and isinstance(current, dict):
@@ -210,7 +212,7 @@ def by_sglang(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
     return applied
 
 
-def by_axolotl(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
+def by_axolotl(config: PreTrainedConfig, values: Mapping[str, object]) -> object:
     """Return `config` as axolotl has it after `overrides_of_model_config`."""
     applied = copy.deepcopy(config)
     for name, value in copy.deepcopy(values).items():
@@ -219,8 +221,12 @@ def by_axolotl(config: PreTrainedConfig, values: dict[str, Any]) -> Any:
 
 
 def check_applied(
-    apply: Apply, config: PreTrainedConfig, values: dict[str, Any], wanted: dict[str, dict[str, Any]], instead: str
-) -> Any:
+    apply: Apply,
+    config: PreTrainedConfig,
+    values: dict[str, object],
+    wanted: dict[str, dict[str, object]],
+    instead: str,
+) -> object:
     """Return the config that a program has after its overrides, if its rope parameters are the wanted ones.
 
     Args:
@@ -286,7 +292,7 @@ def sglang_length(config: PreTrainedConfig) -> float:
     return int(length * (1 if whole else rope.get("factor") or 1))
 
 
-def _merge(target: object, updates: dict[str, Any]) -> None:
+def _merge(target: object, updates: dict[str, object]) -> None:
     for name, value in updates.items():
         inner = target.get(name) if isinstance(target, dict) else getattr(target, name, None)
         if isinstance(value, dict) and (isinstance(inner, dict) or hasattr(inner, "__dict__")):

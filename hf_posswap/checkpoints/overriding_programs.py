@@ -7,8 +7,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from hf_posswap.checkpoints.exports.claims import usual_yarn
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
@@ -28,6 +28,9 @@ from hf_posswap.checkpoints.overriding_config import (
 from hf_posswap.compat.transformers_attention import runs_longrope_by_layer_type
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.rope_config import config_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _LENGTH = "max_position_embeddings"
 _AXOLOTL = "axolotl 0.19.0 installs transformers 5.16.1"
@@ -80,7 +83,7 @@ def sglang(swap: ConfigSwap) -> Pasted:
     return _served("sglang", swap, "--json-model-override-args")
 
 
-_RULES: dict[str, tuple[Callable[..., Any], Callable[[Any], float]]] = {
+_RULES: dict[str, tuple[Callable[..., PreTrainedConfig], Callable[[PreTrainedConfig], float]]] = {
     "vllm": (by_vllm, vllm_length),
     "sglang": (by_sglang, sglang_length),
 }
@@ -218,7 +221,7 @@ def llamafactory(swap: ConfigSwap) -> Pasted:
 
 
 def _unlike_llamafactory(
-    swap: ConfigSwap, rope: dict[str, Any], present: dict[str, Any], old: int, factor: float
+    swap: ConfigSwap, rope: dict[str, Any], present: dict[str, object], old: int, factor: float
 ) -> str | None:
     """Return how the swap differs from what LLaMA-Factory computes; None: it does not."""
     rope_type, position_config = rope.get("rope_type"), swap.position_config
@@ -286,7 +289,7 @@ def _hydra(value: str) -> str:
     return f"'{escaped}{chr(92) * ending}'"
 
 
-def _yaml(values: dict[str, Any], *, flow: bool | None = None) -> str:
+def _yaml(values: Mapping[str, object], *, flow: bool | None = None) -> str:
     import yaml
 
     return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=flow, width=100)).rstrip()

@@ -60,7 +60,7 @@ class PushReport(ResultView):
     card: str | None = None
     notes: tuple[str, ...] = ()
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         size = human_bytes(sum(self.files.values()))
         return {
             "repo_id": self.repo_id, "revision": self.revision, "files": len(self.files), "size": size,
@@ -86,7 +86,7 @@ class PushReport(ResultView):
         )
         return in_lines([*lines, f"{total}: {done}", *self.notes, *preview])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as JSON."""
         return {**self.__dict__, "deleted": list(self.deleted), "notes": list(self.notes)}
 
@@ -105,8 +105,8 @@ def push(
     card: bool = True,
     base_model: str | None = None,
     license: str | None = None,
-    recipe: dict[str, Any] | None = None,
-    results: dict[str, Any] | str | Path | None = None,
+    recipe: dict[str, object] | None = None,
+    results: dict[str, object] | str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> PushReport:
     """Push a model or a saved checkpoint to the Hub in one commit, with a model card, and return what went there.
@@ -214,7 +214,9 @@ class _Given:
     results: Results | None
 
 
-def _card_facts(source: Any, repo_id: str, given: _Given, trust_remote_code: bool) -> tuple[CardFacts, tuple[str, ...]]:
+def _card_facts(
+    source: PreTrainedModel | str | Path, repo_id: str, given: _Given, trust_remote_code: bool
+) -> tuple[CardFacts, tuple[str, ...]]:
     """Return the facts of the card, given or from the model's run; and where they were found, as sentences."""
     looks, artifacts = given.recipe is None or given.results is None, RunArtifacts()
     if looks and isinstance(source, str | Path) and (Path(source) / "config.json").is_file():

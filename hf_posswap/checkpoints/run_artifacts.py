@@ -6,7 +6,7 @@ Results are read from a file or a folder, and become a table for people and meta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ class Results:
     pictures: tuple[Path, ...] = ()
 
 
-def read_results(source: dict[str, Any] | str | Path | None) -> Results:
+def read_results(source: dict[str, object] | str | Path | None) -> Results:
     """Return the results in `source`: a dict, a JSON file, or a folder with a results.json and pictures.
 
     What `compare` and `evaluate` write becomes what a quickstart writes: perplexities by length, by scheme.
@@ -76,13 +76,13 @@ def read_results(source: dict[str, Any] | str | Path | None) -> Results:
     return Results(values, tuple(pictures))
 
 
-def _by_scheme(results: dict[str, Any]) -> dict[str, Any]:
+def _by_scheme(results: dict[str, Any]) -> dict[str, object]:
     """Return the perplexities of an evaluation under the names of the schemes, the model they are held against as base.
 
     Raises:
         CheckpointError: it holds no perplexities.
     """
-    models: dict[str, Any] = {}
+    models: dict[str, object] = {}
     for label, model in results["models"].items():
         plan = model.get("plan")
         other = _OTHERS[0] if label == results["base"] and label not in _OTHERS else label
@@ -134,7 +134,7 @@ def _refusing_damaged() -> Iterator[None]:
         ) from error
 
 
-def _is_quickstart(values: dict[str, Any]) -> bool:
+def _is_quickstart(values: Mapping[str, object]) -> bool:
     return isinstance(values.get("models"), dict) and isinstance(values.get("lengths"), list)
 
 
@@ -168,7 +168,7 @@ def evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, li
     return f"{text}\n\n{note}", entries
 
 
-def _score(row: dict[str, Any]) -> str:
+def _score(row: dict[str, object]) -> str:
     if "cannot_run" in row:
         return "cannot run"
     return f"{row['perplexity']:.3f} ({interval_text(row, '.3f')})"
@@ -224,7 +224,7 @@ def find_run_artifacts(folder: Path, plan: SwapPlan | None) -> RunArtifacts:
     """
     folders = list(folder.resolve().parents[:3])
     run_folder, report = _report_of(folder.resolve(), folders)
-    card_facts: Any = report.get("card")
+    card_facts = report.get("card")
     recipe, base = (card_facts.get("recipe"), card_facts.get("base")) if isinstance(card_facts, dict) else (None, None)
     sources = {"recipe": f"The recipe on the card is that of {run_folder / REPORT}."} if run_folder and recipe else {}
     losses = report["nll"].items() if isinstance(report.get("nll"), dict) else ()
@@ -261,7 +261,7 @@ def _results_of(folder: Path, plan: SwapPlan | None, folders: list[Path]) -> tup
     return Results(), None
 
 
-def _only_of(values: dict[str, Any], folder: Path, plan: SwapPlan | None) -> dict[str, Any] | None:
+def _only_of(values: dict[str, object], folder: Path, plan: SwapPlan | None) -> dict[str, object] | None:
     """Return the results of this model and its baselines; None: they are of other models."""
     models = values.get("models")
     if plan is None or not isinstance(models, dict):

@@ -128,7 +128,7 @@ def _explain_unsavable(model: PreTrainedModel, error: RuntimeError) -> None:
 
 
 @contextmanager
-def _of_new_length(holder: Any, name: str, model: PreTrainedModel) -> Iterator[None]:
+def _of_new_length(holder: object, name: str, model: PreTrainedModel) -> Iterator[None]:
     """Inside the block, make the length `name` of `holder` that of the swapped `model`, where it was its old one."""
     patch, before = getattr(unwrap(model), "_posswap", None), getattr(holder, name, None)
     if patch is None or patch.plan.max_length is None or before != patch.plan.sites.geometry.original_length:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,8 @@ from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from hf_posswap.report.conclusion import HarnessResults, HarnessTable
 
 
 def lm_eval(
@@ -110,11 +112,9 @@ def lm_eval(
     if scheme is None and max_length is not None:
         raise OptionError("--max-length says how to put in a scheme: name one after MODEL.")
     source = source_of(model)
-    options: dict[str, Any] = {
-        "lengths": whole_numbers(lengths),
-        "baseline": None if baseline is None else _base(baseline),
-        "metadata": None if metadata is None else _object_of(metadata),
-    }
+    chosen_lengths = whole_numbers(lengths)
+    compared = None if baseline is None else _base(baseline)
+    for_tasks = None if metadata is None else _object_of(metadata)
     chosen = None if scheme is None else make_scheme(scheme)
     where = placing(device, dtype)
     target = None if out is None else checked_file(out)
@@ -134,7 +134,9 @@ def lm_eval(
             limit=limit,
             apply_chat_template=apply_chat_template,
             fewshot_as_multiturn=fewshot_as_multiturn,
-            **options,
+            lengths=chosen_lengths,
+            baseline=compared,
+            metadata=for_tasks,
             device=where["device"],
             dtype=where["dtype"] or "auto",
             trust_remote_code=trust_remote_code,
@@ -147,7 +149,7 @@ def lm_eval(
     _show(results)
 
 
-def _base(text: str) -> dict[str, object] | PreTrainedModel | str | Path:
+def _base(text: str) -> HarnessResults | PreTrainedModel | str | Path:
     """Return the results in a file, or a model."""
     from hf_posswap.utils.atomic_io import read_json
     from hf_posswap.utils.user_paths import expand_home
@@ -168,7 +170,7 @@ def _object_of(text: str) -> dict[str, object]:
     return value
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: HarnessResults) -> None:
     table, lengths = results["table"], results.get("lengths")
     if lengths is None:
         kept = ["kept"] if "base" in results else []
@@ -185,7 +187,7 @@ def _show(results: dict[str, Any]) -> None:
     show_text("", f"Inputs of at most {results['longest_input']:,} tokens.")
 
 
-def length_table(table: dict[str, Any], lengths: list[int]) -> tuple[list[str], list[list[str]]]:
+def length_table(table: HarnessTable, lengths: list[int]) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table of tasks and lengths.
 
     Args:
@@ -215,7 +217,7 @@ def _reached(effective: dict[str, int | None], criterion: str, measured: list[in
     return f"≥ {length:,}" if length == max(measured) else f"{length:,}"
 
 
-def _rows(results: dict[str, Any]) -> list[list[str]]:
+def _rows(results: HarnessResults) -> list[list[str]]:
     """Return one row per task, metric and column of a run without lengths."""
     rows = []
     for row in results["table"]["rows"]:
@@ -228,13 +230,13 @@ def _rows(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _as_json(results: dict[str, object]) -> str:
+def _as_json(results: HarnessResults) -> str:
     import json
 
     return json.dumps(results, indent=2, default=str, allow_nan=False) + "\n"
 
 
-def _plain(results: dict[str, object]) -> object:
+def _plain(results: HarnessResults) -> object:
     import json
 
     return json.loads(_as_json(results))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_posswap.cli.output import show_text
 from hf_posswap.utils.user_paths import expand_home
+
+if TYPE_CHECKING:
+    from hf_posswap.report.conclusion import HarnessTable, Results
 
 
 def report(
@@ -66,7 +69,7 @@ def report(
     show_text(f"The page is {page}.")
 
 
-def _tables(texts: list[str], results: dict[str, Any]) -> dict[str, object]:
+def _tables(texts: list[str], results: Results) -> dict[str, HarnessTable]:
     """Return the table of the harness for each model, with what is kept of the base's scores if the base has some."""
     from hf_posswap.errors import CheckpointError, OptionError
     from hf_posswap.harness import retention

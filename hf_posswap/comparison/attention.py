@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.comparison.candidates import Candidate, ModelLoader, tokenizer_for
 from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents, text_and_count
@@ -16,6 +16,7 @@ from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_dis
 from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
+from hf_posswap.report.conclusion import PlanEntry
 from hf_posswap.report.looks import model_numbers
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils import html_tables
@@ -69,7 +70,7 @@ def compare_attention(
     out: str | Path,
     *,
     text: object = None,
-    documents: Any = None,
+    documents: object = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     lengths: Sequence[int] | None = None,
     factor: float = 4.0,
@@ -203,7 +204,9 @@ def _runs(limit: int | None, length: int) -> bool:
 def _numbers(models: dict[str, PreTrainedModel]) -> dict[str, int]:
     """Return the number of each model's style, the same as in a comparison."""
     patches = {name: getattr(unwrap(model), "_posswap", None) for name, model in models.items()}
-    plans = {name: patch and {"scheme": patch.plan.scheme.to_dict()} for name, patch in patches.items()}
+    plans: dict[str, PlanEntry | None] = {
+        name: None if patch is None else {"scheme": patch.plan.scheme.to_dict()} for name, patch in patches.items()
+    }
     return model_numbers({"models": {name: {"plan": plan} for name, plan in plans.items()}})
 
 

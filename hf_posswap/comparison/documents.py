@@ -36,6 +36,8 @@ from hf_posswap.utils.user_paths import expand_home
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hf_posswap.report.conclusion import DataEntry
+
 
 _SPLITS = ("test", "validation", "train")
 _MOST_ROWS = 100_000
@@ -185,12 +187,16 @@ class EvalDocuments(ResultView):
         """A hash of the tokens of each document."""
         return tuple(hashlib.sha256(row.astype("<i8").tobytes()).hexdigest()[:16] for row in self.tokens)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> DataEntry:
         """Return the entry of the documents in results.json."""
         digest = hashlib.sha256("".join(self.digests).encode()).hexdigest()
-        protocol = {"id": self.protocol, "said": self.said}
-        named = {"source": self.source, "documents": len(self.names), "digest": digest, "names": list(self.names)}
-        return named | {"protocol": protocol}
+        return {
+            "source": self.source,
+            "documents": len(self.names),
+            "digest": digest,
+            "names": list(self.names),
+            "protocol": {"id": self.protocol, "said": self.said},
+        }
 
 
 def read_documents(
@@ -242,7 +248,7 @@ def read_documents(
     return EvalDocuments(source_name, cut.names, cut.tokens, cut.protocol, cut.said)
 
 
-def text_and_count(text: object, documents: Any) -> tuple[Any, int | None]:
+def text_and_count(text: object, documents: object) -> tuple[Any, int | None]:
     """Return the text to read, and the maximum number of documents or None, from the arguments of a public function.
 
     Args:
@@ -283,7 +289,7 @@ def _is_python(text: object) -> bool:
     return isinstance(text, str | Path) and str(text) == PYTHON
 
 
-def check_paths(source: Any) -> None:
+def check_paths(source: object) -> None:
     """Check that the files and folders of `source` exist. It is cheap, so call it before models are loaded.
 
     Raises:

@@ -32,6 +32,7 @@ from hf_posswap.evaluation.statistics import holm_corrected, mcnemar_p, paired_c
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.training import training_of
+from hf_posswap.report.conclusion import Results
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def prepare(
     names: Sequence[str],
     reference: str,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Any,
+    documents: object,
     column: str,
     settings: EvalSettings,
     store: RunStore,
@@ -266,9 +267,7 @@ def against_sliding(losses: np.ndarray, work: Work) -> list[dict[str, object]]:
     return holm_corrected(rows)
 
 
-def measure_all(
-    works: Sequence[Work], lengths: Sequence[int], reference: str, command: str | None
-) -> dict[str, object]:
+def measure_all(works: Sequence[Work], lengths: Sequence[int], reference: str, command: str | None) -> Results:
     """Return the results of every measure on every model, as JSON.
 
     Args:

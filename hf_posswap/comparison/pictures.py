@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import (
@@ -16,7 +15,7 @@ from hf_posswap.plotting import (
     draw_passkey,
     draw_perplexity_by_length,
 )
-from hf_posswap.report.conclusion import ModelEntry, PositionRow
+from hf_posswap.report.conclusion import ModelEntry, PositionRow, Results
 from hf_posswap.report.looks import model_numbers
 from hf_posswap.report.words import differences_of, finding, scores_by_length
 
@@ -35,7 +34,7 @@ def require_pictures() -> None:
         raise MissingDependencyError("matplotlib", "plot")
 
 
-def draw_pictures(results: dict[str, Any], folder: Path) -> list[str]:
+def draw_pictures(results: Results, folder: Path) -> list[str]:
     """Draw the pictures of `results` into `folder` and return their file names; unmeasured metrics have no picture.
 
     Raises:

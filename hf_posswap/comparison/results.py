@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.report import PAGE, write_html
-from hf_posswap.report.conclusion import conclude, control_warnings
+from hf_posswap.report.conclusion import ModelEntry, Results, conclude, control_warnings
 from hf_posswap.report.words import scores_by_length, task_scores
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
@@ -80,20 +80,22 @@ def date_now() -> str:
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def same_but_for_the_date(results: dict[str, Any], earlier: Any) -> bool:
+def same_but_for_the_date(results: Results, earlier: object) -> bool:
     """Return whether the untrusted `earlier` equals `results` except for the date.
 
     Example:
         >>> same_but_for_the_date({"made": {"date": "b"}, "x": 1}, {"made": {"date": "a"}, "x": 1})
         True
     """
-    provenance = earlier.get("made") if isinstance(earlier, dict) else None
+    if not isinstance(earlier, dict):
+        return False
+    provenance = earlier.get("made")
     if not isinstance(provenance, dict) or not isinstance(provenance.get("date"), str):
         return False
     return earlier | {"made": provenance | {"date": results["made"]["date"]}} == results
 
 
-def curves_csv(results: dict[str, Any]) -> str:
+def curves_csv(results: Results) -> str:
     """Return perplexity by length, loss by position and context gain of all models, one line per value."""
     rows = []
     for name, model in results["models"].items():
@@ -110,23 +112,22 @@ def curves_csv(results: dict[str, Any]) -> str:
     sliding = results["sliding"] or {"name": "", "ppl_prefix": [], "nll_pos": []}
     for r in sliding["ppl_prefix"]:
         rows.append((sliding["name"], "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"]))
-    for r in sliding["nll_pos"]:
-        rows.append((sliding["name"], "loss", r["start"], r["stop"], r["loss"], r["low"], r["high"]))
+    for part in sliding["nll_pos"]:
+        rows.append((sliding["name"], "loss", part["start"], part["stop"], part["loss"], part["low"], part["high"]))
     return _csv(["model", "metric", "from_token", "to_token", "value", "low", "high"], rows)
 
 
-def needle_csv(results: dict[str, Any]) -> str:
+def needle_csv(results: Results) -> str:
     """Return the needle grids of all models, one line per cell."""
     fields = ["length", "depth", "share", "low", "high", "answer_nll"]
-    rows = [
-        (name, *(cell[field] for field in fields))
-        for name, model in results["models"].items()
-        for cell in model.get("passkey", {}).get("cells", [])
-    ]
+    cells: dict[str, Sequence[Mapping[str, object]]] = {
+        name: passkey["cells"] for name, model in results["models"].items() if (passkey := model.get("passkey"))
+    }
+    rows = [(name, *(cell[field] for field in fields)) for name, grid in cells.items() for cell in grid]
     return _csv(["model", *fields], rows)
 
 
-def wide_csv(results: dict[str, Any]) -> str:
+def wide_csv(results: Results) -> str:
     """Return the main numbers, one line per model and one column per number; missing numbers are empty.
 
     The columns are perplexities by length with their 95 % intervals, the gain of far context, differences from the
@@ -140,16 +141,17 @@ def wide_csv(results: dict[str, Any]) -> str:
     return _csv(columns, [[row.get(column, "") for column in columns] for row in rows])
 
 
-def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str, object]:
+def _wide(results: Results, name: str, model: ModelEntry) -> dict[str, object]:
     columns = _lengths(model, results["lengths"])
     if conclusion := model.get("conclusion"):
         columns |= {"conclusion": conclusion["verdict"]}
     if far := model.get("far_context"):
         columns |= {f"far_context_{key}": far[key] for key in ("further", "gain", "low", "high", "verdict")}
-    for title, rows in (
-        ("sliding", model.get("against_sliding", [])),
-        ("base", results["comparisons"].get(name, {}).get("lengths", [])),
-    ):
+    compared: dict[str, Sequence[Mapping[str, object]]] = {
+        "sliding": model.get("against_sliding", []),
+        "base": results["comparisons"].get(name, {}).get("lengths", []),
+    }
+    for title, rows in compared.items():
         for row in rows:
             prefix = ("against", title, str(row["length"]))
             columns |= {"_".join((*prefix, *suffix)): row[key] for key, suffix in _CHANGE}
@@ -166,7 +168,7 @@ def _wide(results: dict[str, Any], name: str, model: dict[str, Any]) -> dict[str
     return columns | {f"cosine_to_base_{row['length']}": row["cosine"] for row in model.get("vectors", [])}
 
 
-def _lengths(model: dict[str, object], lengths: Sequence[int]) -> dict[str, object]:
+def _lengths(model: ModelEntry, lengths: Sequence[int]) -> dict[str, object]:
     """Return perplexity and interval at each length; columns are the same for all models."""
     scores: dict[int, Mapping[str, object]] = {row["length"]: row for row in scores_by_length(model)}
     fields = (("perplexity", ()), ("low", ("low",)), ("high", ("high",)))
@@ -191,7 +193,7 @@ def collect_results(
     sliding: dict[str, object] | None,
     lengths: Sequence[int],
     command: str | None,
-) -> dict[str, object]:
+) -> Results:
     """Return the results as JSON data.
 
     Args:
@@ -208,7 +210,7 @@ def collect_results(
         notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
     if base.documents.protocol == JOINED:
         notes.append(f"Concatenating protocol: {base.documents.said}.")
-    results: dict[str, Any] = {
+    values: dict[str, object] = {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
         "base": base.subject.name,
@@ -224,6 +226,7 @@ def collect_results(
         "comparisons": dict(comparisons),
         "sliding": sliding,
     }
+    results = cast("Results", values)
     for name, model in results["models"].items():
         conclusion = conclude(results, name)
         model["conclusion"] = None if conclusion is None else conclusion.to_dict()
@@ -231,7 +234,7 @@ def collect_results(
     return results
 
 
-def keep_date(results: dict[str, Any], folder: Path) -> None:
+def keep_date(results: Results, folder: Path) -> None:
     """Keep the date of the results in `folder` if nothing else differs."""
     try:
         earlier = read_json(folder / RESULTS)
@@ -241,7 +244,7 @@ def keep_date(results: dict[str, Any], folder: Path) -> None:
         results["made"]["date"] = earlier["made"]["date"]
 
 
-def write_results(results: dict[str, object], folder: Path) -> None:
+def write_results(results: Results, folder: Path) -> None:
     """Write results.json, the tables (three .csv, .md and .tex) and report.html to `folder`, each atomically.
 
     Raises:

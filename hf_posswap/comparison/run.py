@@ -23,6 +23,7 @@ from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length
+from hf_posswap.report.conclusion import Results
 from hf_posswap.text.stdlib import PYTHON
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.devices import resolve_device, resolve_dtype
@@ -48,11 +49,11 @@ class Evaluation(ResultView):
         computed: number of units measured in this run; the others come from an earlier run.
     """
 
-    results: dict[str, Any]
+    results: Results
     folder: Path | None
     computed: int
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         folder = None if self.folder is None else str(self.folder)
         return {
             "models": list(self.results["models"]),
@@ -78,7 +79,7 @@ def evaluate(
     *,
     baseline: PreTrainedModel | str | Path | None = None,
     text: object = None,
-    documents: Any = None,
+    documents: object = None,
     lengths: Sequence[int] | int | None = None,
     metrics: Sequence[str] | str | None = None,
     trials: int | None = None,
@@ -195,7 +196,7 @@ def compare(
     candidates: Sequence[Candidate | PreTrainedModel | str | Path],
     *,
     text: object = None,
-    documents: Any = None,
+    documents: object = None,
     lengths: Sequence[int] | int | None = None,
     metrics: Sequence[str] | str | None = None,
     trials: int | None = None,
@@ -329,7 +330,7 @@ def _with_length(candidate: Candidate, max_length: int | None) -> Candidate:
     return replace(candidate, max_length=max_length)
 
 
-def _write(results: dict[str, object], folder: Path, pictures: bool) -> None:
+def _write(results: Results, folder: Path, pictures: bool) -> None:
     keep_date(results, folder)
     write_results(results, folder)
     if pictures:

@@ -104,7 +104,7 @@ class EvalSettings:
         """Return the metrics to measure; the default depends on whether the model is causal."""
         return self.metrics or (DEFAULT_METRICS if causal else ENCODER_METRICS)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings as JSON data; files are reduced to their names."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=public_name))
 
@@ -135,13 +135,13 @@ def merge_settings(settings: EvalSettings | None, given: dict[str, Any]) -> Eval
     return dataclasses.replace(settings or EvalSettings(), **changes)
 
 
-def _names(metrics: Any) -> Any:
+def _names(metrics: object) -> object:
     if isinstance(metrics, str):
         return tuple(name.strip() for name in metrics.split(","))
     return None if metrics is None else _items(metrics)
 
 
-def _items(values: Any) -> tuple[object, ...]:
+def _items(values: object) -> tuple[object, ...]:
     """Return the items of a list as a tuple; anything else becomes its only item, which a check then refuses."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         return (values,)

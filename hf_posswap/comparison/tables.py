@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING, sign_of
-from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
+from hf_posswap.report.conclusion import (
+    SIGNIFICANT,
+    DifferenceRow,
+    ModelEntry,
+    Needles,
+    Results,
+    conclude,
+    inside_statement,
+    percent,
+)
 from hf_posswap.report.looks import model_numbers
 from hf_posswap.report.words import (
     TASKS_KEPT,
@@ -41,15 +50,15 @@ class Grid:
     meanings: list[str]
 
 
-def grid_of(results: dict[str, Any]) -> Grid:
+def grid_of(results: Results) -> Grid:
     """Return the main numbers: perplexity by length with intervals, far context, needles, verdicts."""
     models = with_tasks_kept(results)
     columns = [column for column in _COLUMNS if any(model.get(column[1]) is not None for model in models.values())]
-    shown = results["lengths"] if any(scores_by_length(model) for model in models.values()) else []
+    shown = results["lengths"] if any(map(scores_by_length, results["models"].values())) else []
     rows, numbers = [], model_numbers(results)
     for name, model in models.items():
         cells = ["–" if model.get(metric) is None else write(model[metric]) for _, metric, write in columns]
-        rows.append((numbers[name], name, [*_perplexities(model, shown), *cells]))
+        rows.append((numbers[name], name, [*_perplexities(results["models"][name], shown), *cells]))
     if sliding := results.get("sliding"):
         cells = _perplexities(sliding | {"cannot_run": {}}, shown)
         rows.append((SLIDING, sliding["name"], cells + ["–"] * len(columns)))
@@ -62,7 +71,7 @@ def grid_of(results: dict[str, Any]) -> Grid:
     return Grid(header, rows, meanings)
 
 
-def markdown(results: dict[str, object]) -> str:
+def markdown(results: Results) -> str:
     """Return the verdict on each model, the main numbers as Markdown, and remarks on missing metrics.
 
     Example:
@@ -91,7 +100,7 @@ def _markdown_cell(cell: str) -> str:
     return cell if _NUMBERS.fullmatch(cell) else markdown_text(cell)
 
 
-def notebook(results: dict[str, object]) -> str:
+def notebook(results: Results) -> str:
     """Return the content of `markdown` as HTML, for a notebook."""
     grid, short, details = grid_of(results), in_short(results), details_of(results)
     return html_tables.together(
@@ -108,18 +117,18 @@ def notebook(results: dict[str, object]) -> str:
     )
 
 
-def _measured_on(results: dict[str, Any], escape: Callable[[str], str]) -> str:
+def _measured_on(results: Results, escape: Callable[[str], str]) -> str:
     title = "Perplexity by length" if any(map(scores_by_length, results["models"].values())) else "Measured"
     return f"{title} on {results['data']['documents']} documents ({escape(results['data']['source'])})."
 
 
-def in_short(results: dict[str, Any]) -> list[str]:
+def in_short(results: Results) -> list[str]:
     """Return the verdict on each model as one sentence."""
     conclusions = {name: conclude(results, name) for name in results["models"]}
     return [f"{name}: {conclusion.text}" for name, conclusion in conclusions.items() if conclusion is not None]
 
 
-def details_of(results: dict[str, Any]) -> list[str]:
+def details_of(results: Results) -> list[str]:
     """Return one line per model: its loss inside the window, and whether far context helps it."""
     lines = []
     for name, model in results["models"].items():
@@ -129,7 +138,7 @@ def details_of(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def latex(results: dict[str, Any]) -> str:
+def latex(results: Results) -> str:
     r"""Return the main numbers as a LaTeX table, for the package booktabs.
 
     Example:
@@ -173,7 +182,7 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
+def _perplexities(model: ModelEntry, lengths: Sequence[int]) -> list[str]:
     scores = {row["length"]: row for row in scores_by_length(model)}
     cells = []
     for length in lengths:
@@ -183,12 +192,12 @@ def _perplexities(model: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     return cells
 
 
-def _passkeys_found(passkey: dict[str, Any]) -> str:
+def _passkeys_found(passkey: Needles) -> str:
     shares = [cell["share"] for cell in passkey["cells"]]
     return f"{sum(shares) / len(shares):.0%}"
 
 
-def _sliding(rows: list[dict[str, Any]]) -> str:
+def _sliding(rows: list[DifferenceRow]) -> str:
     last = rows[-1]
     return f"{last['difference']:+.3f} ({percent(last['difference'])}) at {last['length']}"
 
@@ -219,7 +228,7 @@ _MEANINGS = {
 }
 
 
-def _remarks(results: dict[str, Any]) -> list[str]:
+def _remarks(results: Results) -> list[str]:
     remarks = [*results["notes"], *(f"{metric} was not measured: {why}" for metric, why in common_gaps(results))]
     for name, model in results["models"].items():
         remarks += [f"{name}: {metric} was not measured: {why}" for metric, why in own_gaps(results, model)]
@@ -227,9 +236,9 @@ def _remarks(results: dict[str, Any]) -> list[str]:
         if effective.get("no_verdict"):
             remarks.append(f"{name}: no effective length: {effective['no_verdict']}")
     for name, comparison in results["comparisons"].items():
-        short = results["models"].get(name, {}).get("short_reg") or {}
+        short = results["models"].get(name, {}).get("short_reg")
         clear = [r for r in comparison.get("lengths", []) if r["p_holm"] is not None and r["p_holm"] <= SIGNIFICANT]
-        clear = [row for row in clear if row["length"] != short.get("length")]
+        clear = [row for row in clear if row["length"] != (short and short.get("length"))]
         if clear:
             shown = ", ".join(f"{r['length']}: {r['difference']:+.3f} nats (p {r['p_holm']:.2g})" for r in clear)
             remarks.append(f"{name} compared with {results['base']}, significant differences: {shown}")

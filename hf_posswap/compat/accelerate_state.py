@@ -11,12 +11,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+if TYPE_CHECKING:
+    from argparse import Namespace
 
-def hook_of(module: nn.Module) -> Any:
+    from accelerate.hooks import AlignDevicesHook, ModelHook
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+def hook_of(module: nn.Module) -> ModelHook | None:
     """Return accelerate's hook of `module`, or None.
 
     Touches `module._hf_hook`. Without it offloaded weights are taken for weights on meta.
@@ -24,7 +30,7 @@ def hook_of(module: nn.Module) -> Any:
     return vars(module).get("_hf_hook")
 
 
-def set_hook(module: nn.Module, hook: Any) -> None:
+def set_hook(module: nn.Module, hook: ModelHook) -> None:
     """Replace accelerate's hook on `module`; the module's forward calls the new one.
 
     Touches `module._hf_hook`. Without it a table that was brought into memory would be taken away by the next forward.
@@ -32,19 +38,19 @@ def set_hook(module: nn.Module, hook: Any) -> None:
     module._hf_hook = hook
 
 
-def offloading_hooks(module: nn.Module) -> Iterator[Any]:
+def offloading_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
     """Yield accelerate's hooks of `module` that keep its own tensors elsewhere.
 
     Touches `hooks` of a `SequentialHook`, `offload` and `weights_map` of an `AlignDevicesHook`. Without it weights that
     lie elsewhere are not found.
     """
     hook = hook_of(module)
-    for each in getattr(hook, "hooks", (hook,)):
+    for each in () if hook is None else getattr(hook, "hooks", (hook,)):
         if getattr(each, "offload", False) and each.weights_map is not None:
             yield each
 
 
-def without_offload(hook: Any) -> Any:
+def without_offload(hook: ModelHook) -> ModelHook:
     """Return a hook that moves inputs as `hook` does, and no weights.
 
     Touches the same as `offloading_hooks`. Without it a table that was brought into memory would not stay there.
@@ -77,7 +83,7 @@ def take_out_of_autocast(module: nn.Module) -> None:
         vars(module)["forward"] = original
 
 
-def launch_arguments(file: Path, processes: int | None) -> Any:
+def launch_arguments(file: Path, processes: int | None) -> Namespace:
     """Return the arguments of `accelerate launch --config_file FILE`, its defaults filled in.
 
     Touches `accelerate.commands.launch._validate_launch_command` (accelerate 1.12 to 1.15), which reads the file.
@@ -95,7 +101,7 @@ def launch_arguments(file: Path, processes: int | None) -> Any:
     return arguments
 
 
-def launch_environment(arguments: Any) -> dict[str, str]:
+def launch_environment(arguments: Namespace) -> dict[str, str]:
     """Return what accelerate launch would set in the environment of its processes.
 
     Touches `accelerate.utils.launch` (accelerate 1.12 to 1.15), which no page documents. Without it sharding and mixed
@@ -151,7 +157,7 @@ def is_connected() -> bool:
     return bool(is_initialized())
 
 
-def shard_by_fsdp(plugin: Any) -> None:
+def shard_by_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     """Tell all parts of accelerate in this process that weights are sharded, as the FSDP `plugin` says.
 
     Touches `AcceleratorState._shared_state` and `PartialState._shared_state` (accelerate 1.12 to 1.15); the one is

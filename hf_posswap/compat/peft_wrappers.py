@@ -8,10 +8,17 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+ChangeWeights = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
+"""Takes a model and weights of it, and returns the weights to use instead."""
 _WRAPPED = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)\.")
 
 
@@ -42,7 +49,7 @@ def original_of(module: nn.Module) -> Any:
     return getattr(module, "original_module", module)
 
 
-def base_layer_of(module: nn.Module) -> Any:
+def base_layer_of(module: nn.Module) -> nn.Module:
     """Return the module of the model that PEFT adds to in `module`, a tuner layer; `module` where it is none.
 
     Touches `base_layer` of tuner layers (peft 0.18 to 0.21). Without it the weights below an adapter are not found.
@@ -81,7 +88,7 @@ def name_without_adapter(name: str) -> str:
     return _WRAPPED.sub(".", name.removeprefix("base_model.model."))
 
 
-def weights_without_adapters(model: nn.Module) -> dict[str, Any]:
+def weights_without_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a transformers model into which PEFT put adapters, as the model has them without.
 
     Touches `base_layer` of tuner layers and `original_module` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it
@@ -99,7 +106,7 @@ def weights_without_adapters(model: nn.Module) -> dict[str, Any]:
     return weights
 
 
-def read_adapter_weights(source: str | Path, **hub: Any) -> tuple[Any, dict[str, Any]]:
+def read_adapter_weights(source: str | Path, **hub: Any) -> tuple[PeftConfig, dict[str, Tensor]]:
     """Return the PEFT config and the weights of the adapter at `source`, as its files hold them.
 
     Touches `peft.PeftConfig.from_pretrained` and `peft.utils.load_peft_weights` (peft 0.18 to 0.21). Without it
@@ -115,9 +122,7 @@ def read_adapter_weights(source: str | Path, **hub: Any) -> tuple[Any, dict[str,
     return PeftConfig.from_pretrained(str(source), **hub), load_peft_weights(str(source), device="cpu", **hub)
 
 
-def change_saved_weights(
-    module: Any, saved: Callable[[Any, dict[str, Any]], Any], loaded: Callable[[Any, dict[str, Any]], Any]
-) -> None:
+def change_saved_weights(module: ModuleType, saved: ChangeWeights, loaded: ChangeWeights) -> None:
     """Have the state dicts that PEFT's models write to a file, and take from one, go through two functions.
 
     Touches `get_peft_model_state_dict` and `set_peft_model_state_dict` of `peft.peft_model`, which `PeftModel` calls
@@ -132,20 +137,17 @@ def change_saved_weights(
     take = module.set_peft_model_state_dict
 
     @functools.wraps(write)
-    def _get(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _get(model: nn.Module, *args: object, **kwargs: object) -> object:
         return saved(model, write(model, *args, **kwargs))
 
     @functools.wraps(take)
-    def _set(model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def _set(model: nn.Module, peft_model_state_dict: dict[str, Tensor], *args: object, **kwargs: object) -> object:
         return take(model, loaded(model, peft_model_state_dict), *args, **kwargs)
 
-    module.get_peft_model_state_dict = _get
-    module.set_peft_model_state_dict = _set
+    vars(module).update(get_peft_model_state_dict=_get, set_peft_model_state_dict=_set)
 
 
-def watch_hotswaps(
-    module: Any, loading: Callable[[Any, Path], None], loaded: Callable[[Any, dict[str, Any]], Any]
-) -> None:
+def watch_hotswaps(module: ModuleType, loading: Callable[[nn.Module, Path], None], loaded: ChangeWeights) -> None:
     """Have two functions called before PEFT exchanges the weights of an adapter for those of another one.
 
     Touches `load_peft_weights` and `hotswap_adapter_from_state_dict` as `hotswap_adapter` calls them, and the names of
@@ -160,17 +162,17 @@ def watch_hotswaps(
     """
     read, take = module.load_peft_weights, module.hotswap_adapter_from_state_dict
     arguments = {each: inspect.signature(each) for each in (read, take)}
-    last: ContextVar[tuple[Path, dict[str, Any]] | None] = ContextVar("posswap_hotswap", default=None)
+    last: ContextVar[tuple[Path, dict[str, Tensor]] | None] = ContextVar("posswap_hotswap", default=None)
 
     @functools.wraps(read)
-    def _read(*args: Any, **kwargs: Any) -> Any:
+    def _read(*args: object, **kwargs: object) -> object:
         given, weights = arguments[read].bind(*args, **kwargs).arguments, read(*args, **kwargs)
         hub = given.get("hf_hub_download_kwargs", {})
         last.set((Path(given["model_id"], hub.get("subfolder") or ""), weights))
         return weights
 
     @functools.wraps(take)
-    def _take(*args: Any, **kwargs: Any) -> Any:
+    def _take(*args: object, **kwargs: object) -> object:
         given = arguments[take].bind(*args, **kwargs).arguments
         source, weights = last.get() or (None, {})
         last.set(None)
@@ -179,11 +181,13 @@ def watch_hotswaps(
         given["state_dict"] = loaded(given["model"], given["state_dict"])
         return take(**given)
 
-    module.load_peft_weights, module.hotswap_adapter_from_state_dict = _read, _take
+    vars(module).update(load_peft_weights=_read, hotswap_adapter_from_state_dict=_take)
 
 
 def watch_own_adapters(
-    module: Any, loading: Callable[[Any, Path], None], given_weights: Callable[[Any, dict[str, Any]], None]
+    module: ModuleType,
+    loading: Callable[[nn.Module, Path], None],
+    given_weights: Callable[[nn.Module, dict[str, Tensor]], None],
 ) -> None:
     """Have two functions called before transformers itself puts an adapter into one of its models.
 
@@ -201,7 +205,7 @@ def watch_own_adapters(
     arguments = inspect.signature(load)
 
     @functools.wraps(load)
-    def _load(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load(self: nn.Module, *args: object, **kwargs: object) -> object:
         given = arguments.bind(self, *args, **kwargs).arguments
         config, weights = given.get("load_config"), given.get("adapter_state_dict")
         source = given.get("peft_model_id") or getattr(config, "pretrained_model_name_or_path", None)
@@ -216,10 +220,10 @@ def watch_own_adapters(
 
 
 def watch_adapters(
-    module: Any,
-    saving: Callable[[Any, bool], None],
-    saved: Callable[[Any, Path], None],
-    loading: Callable[[Any, Path], None],
+    module: ModuleType,
+    saving: Callable[[PreTrainedModel, bool], None],
+    saved: Callable[[PreTrainedModel, Path], None],
+    loading: Callable[[nn.Module, Path], None],
 ) -> None:
     """Have three functions called where PEFT's models save themselves, and load adapters.
 
@@ -239,7 +243,7 @@ def watch_adapters(
     arguments = {each: inspect.signature(each) for each in (save, load, begin)}
 
     @functools.wraps(save)
-    def _save(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _save(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
         given = arguments[save].bind(self, *args, **kwargs).arguments
         saving(self, given.get("path_initial_model_for_weight_conversion") is not None)
         out = save(self, *args, **kwargs)
@@ -248,13 +252,13 @@ def watch_adapters(
         return out
 
     @functools.wraps(load)
-    def _load(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load(self: nn.Module, *args: object, **kwargs: object) -> object:
         given = arguments[load].bind(self, *args, **kwargs).arguments
         loading(self, Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
         return load(self, *args, **kwargs)
 
     @functools.wraps(begin)
-    def _begin(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def _begin(cls: type, /, *args: object, **kwargs: object) -> object:
         given = arguments[begin].bind(cls, *args, **kwargs).arguments
         loading(given["model"], Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
         return begin(cls, *args, **kwargs)

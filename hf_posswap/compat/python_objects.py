@@ -7,7 +7,7 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ _reading = threading.RLock()
 """Held while no garbage is searched: whoever ended first would let it be searched while others read."""
 
 
-def self_of(frame: FrameType) -> Any:
+def self_of(frame: FrameType) -> object:
     """Return what is called `self` in `frame`, which any thread may be running; None: nothing is.
 
     Touches `frame.f_locals`, until Python 3.13 (PEP 667) a dictionary that stays with the frame and is written anew by
@@ -30,7 +30,7 @@ def self_of(frame: FrameType) -> Any:
         return _read(frame)
 
 
-def _read(frame: FrameType) -> Any:
+def _read(frame: FrameType) -> object:
     searched = gc.isenabled()
     gc.disable()
     try:
@@ -62,7 +62,7 @@ def stacks_of_threads() -> dict[int, FrameType]:
     return {threading.get_ident(): sys._getframe(1)}
 
 
-def rebound(function: Any, copies: Mapping[int, Any], _above: tuple[int, ...] = ()) -> Any:
+def rebound(function: object, copies: Mapping[int, object], _above: tuple[int, ...] = ()) -> Any:
     """Return `function` with what it holds of copied objects _exchanged for the copies; itself if it holds none.
 
     `copy.deepcopy` shares functions. A forward that TRL or accelerate put on a model reaches that model by its closure,
@@ -110,7 +110,7 @@ def rebound(function: Any, copies: Mapping[int, Any], _above: tuple[int, ...] = 
     return twin
 
 
-def _rebound_closure(function: FunctionType, _exchanged: Any) -> FunctionType:
+def _rebound_closure(function: FunctionType, _exchanged: Callable[[object], object]) -> FunctionType:
     cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if not _is_empty(cell)]
     new = {id(cell): value for cell, before in cells if (value := _exchanged(before)) is not before}
     wrapped = vars(function).get("__wrapped__")
@@ -135,5 +135,5 @@ def _is_empty(cell: CellType) -> bool:
     return False
 
 
-def _same(before: Any, after: Any) -> bool:
+def _same(before: Iterable[object], after: Iterable[object]) -> bool:
     return all(first is second for first, second in zip(before, after, strict=True))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_posswap.utils.threads import shared
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload, OpOverloadPacket
+
+    Operator: TypeAlias = OpOverload
 
 
 class Watch(TorchDispatchMode):
@@ -23,14 +28,20 @@ class Watch(TorchDispatchMode):
     the work of a step can be counted.
     """
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return what the operator `func` gives for these arguments.
 
         Touches `TorchDispatchMode.__torch_dispatch__`, which calls it. Without it subclasses would have to.
         """
         return func(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if any(_is_sharded(tensor_type) for tensor_type in types):  # DTensor then runs operators on its shards
             return NotImplemented
         if func is torch.ops.prim.device.default:  # fake tensors call it all the time
@@ -42,7 +53,7 @@ def _is_sharded(tensor_type: type) -> bool:
     return tensor_type.__name__ == "DTensor" and tensor_type.__module__.startswith("torch.distributed")
 
 
-def tensors_in(*values: Any) -> list[Tensor]:
+def tensors_in(*values: object) -> list[Tensor]:
     """Return the tensors in `values`, in lists and mappings too.
 
     Touches `torch.utils._pytree.tree_leaves` (torch 2.6 to 2.13). Without it the arguments of operators on lists of
@@ -51,7 +62,7 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def reads_number(operator: Any) -> bool:
+def reads_number(operator: OpOverload) -> bool:
     """Return whether `operator` gives Python the one number of a tensor, as `Tensor.item` and `bool(tensor)` do.
 
     Touches `torch.ops.aten._local_scalar_dense` (torch 2.6 to 2.13). Without it the places where a step waits for a
@@ -60,7 +71,7 @@ def reads_number(operator: Any) -> bool:
     return operator is torch.ops.aten._local_scalar_dense.default
 
 
-def argument_names(operator: Any) -> list[str]:
+def argument_names(operator: OpOverload) -> list[str]:
     """Return the names of the arguments of `operator`, in their order.
 
     Touches `OpOverload._schema` (torch 2.6 to 2.13). Without it fused attention could not be asked for its shapes.
@@ -68,7 +79,7 @@ def argument_names(operator: Any) -> list[str]:
     return [argument.name for argument in operator._schema.arguments]
 
 
-def writes(operator: Any) -> bool:
+def writes(operator: OpOverload) -> bool:
     """Return whether `operator` writes into its arguments.
 
     Touches the same. Without it what works in place cannot be told from what only looks at memory in another way.
@@ -76,7 +87,7 @@ def writes(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
-def storage_key(storage: Any) -> int:
+def storage_key(storage: torch.UntypedStorage) -> int:
     """Return what tells an untyped `storage` from all others that are in use.
 
     Touches `UntypedStorage._cdata` (torch 2.6 to 2.13). Without it views would be counted as memory of their own.
@@ -84,7 +95,7 @@ def storage_key(storage: Any) -> int:
     return int(storage._cdata)
 
 
-def without_modes() -> AbstractContextManager[Any]:
+def without_modes() -> AbstractContextManager[object]:
     """Return a context in which operators run as they are, whatever watches them or makes them fake around it.
 
     Touches `torch.utils._python_dispatch._disable_current_modes` (torch 2.6 to 2.13). Without it a kernel that is tried
@@ -93,11 +104,11 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-_told_of_sizes: ContextVar[tuple[Callable[[Any], None], ...]] = ContextVar("told_of_sizes", default=())
+_told_of_sizes: ContextVar[tuple[Callable[[torch.UntypedStorage], None], ...]] = ContextVar("told_of_sizes", default=())
 
 
 @contextmanager
-def resized_storages(tell: Callable[[Any], None]) -> Iterator[None]:
+def resized_storages(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Have `tell` called with each storage whose size this thread changes in the block: FSDP2 empties its own so.
 
     Touches `UntypedStorage.resize_` (torch 2.6 to 2.13), which is called past the dispatcher. Without it weights that
@@ -107,7 +118,7 @@ def resized_storages(tell: Callable[[Any], None]) -> Iterator[None]:
     def _begin() -> Callable[[], None]:
         original = torch.UntypedStorage.resize_
 
-        def _resize(storage: Any, size: int) -> Any:
+        def _resize(storage: torch.UntypedStorage, size: int) -> object:
             result = original(storage, size)
             for each in _told_of_sizes.get():
                 each(storage)
@@ -142,7 +153,7 @@ class PrivateRandomness(Watch):
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """Return what `func` gives, by this context's generator where it draws and no other is given.
 
         Touches the same as the class.
@@ -154,7 +165,7 @@ class PrivateRandomness(Watch):
             return func(*args, **kwargs)
         return taking(*args, **kwargs, generator=self._generator(kwargs.get("device"), args))
 
-    def _generator(self, device: Any, args: tuple[Any, ...]) -> torch.Generator:
+    def _generator(self, device: torch.device | str | None, args: tuple[object, ...]) -> torch.Generator:
         tensors = [each for each in args if isinstance(each, Tensor)]
         device = torch.device(device or (tensors[0].device if tensors else "cpu"))
         if device.type == "meta":
@@ -164,7 +175,7 @@ class PrivateRandomness(Watch):
         return self.generators[device]
 
 
-def _with_generator(func: Any) -> Any:
+def _with_generator(func: OpOverload) -> OpOverload | None:
     """Return the overload of `func` that takes a generator; None: there is none."""
     overload = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
     return getattr(func.overloadpacket, overload, None)
@@ -198,10 +209,10 @@ def gpu_autocast() -> Iterator[None]:
         library._destroy()
 
 
-def _widening(operator: Any, thread: int) -> Callable[..., Any]:
+def _widening(operator: OpOverload, thread: int) -> Callable[..., object]:
     beneath = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-    def _widened(*args: object, **kwargs: object) -> Any:
+    def _widened(*args: object, **kwargs: object) -> object:
         with torch._C._ExcludeDispatchKeyGuard(beneath):
             here = threading.get_ident() == thread
             if here and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
@@ -218,7 +229,7 @@ def _float32(tensor: Tensor) -> Tensor:
 _GROUPS_ON_CPU = torch.__version__ >= "2.13"  # asked once: torch.compile traces no comparison of versions
 
 
-def fused_attention(device: str) -> Any:
+def fused_attention(device: str) -> OpOverloadPacket:
     """Return the operator of fused attention on "cpu" or "cuda".
 
     Touches `torch.ops.aten._scaled_dot_product_flash_attention`, and `..._for_cpu` (torch 2.6 to 2.13; promised to
@@ -228,7 +239,7 @@ def fused_attention(device: str) -> Any:
     return getattr(torch.ops.aten, name if device == "cuda" else f"{name}_for_cpu")
 
 
-def fused_attention_backward(device: str) -> Any:
+def fused_attention_backward(device: str) -> OpOverloadPacket:
     """Return the operator of its gradient on "cpu" or "cuda".
 
     Touches `torch.ops.aten._scaled_dot_product_flash_attention_backward`, and `..._for_cpu_backward` (torch 2.6 to
@@ -248,7 +259,7 @@ def fused_takes_groups(device: str) -> bool:
     return device == "cuda" or _GROUPS_ON_CPU
 
 
-def efficient_attention() -> Any:
+def efficient_attention() -> OpOverloadPacket:
     """Return the operator of memory-efficient attention on a GPU, for float32 and for masks.
 
     Touches `torch.ops.aten._scaled_dot_product_efficient_attention` (torch 2.6 to 2.13). Without it a dry run would

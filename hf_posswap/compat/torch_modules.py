@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from hf_posswap.compat.accelerate_state import rebind_wrapped_forward
 class TensorHooks(nn.Module):
     """A module that may do more where its tensors are moved, and where they are written into a state dict."""
 
-    def convert_tensors(self, convert: Callable[[], Any]) -> None:
+    def convert_tensors(self, convert: Callable[[], object]) -> None:
         """Move the module's tensors to another device or dtype, which `convert` does.
 
         Touches `Module._apply` (torch 2.6 to 2.13), which all of `to`, `to_empty`, `half`, ... go through. Without it
@@ -24,19 +24,19 @@ class TensorHooks(nn.Module):
         """
         convert()
 
-    def write_state(self, state: Any, prefix: str) -> None:
+    def write_state(self, state: dict[str, Tensor], prefix: str) -> None:
         """Change what the module has just written into `state` under names that begin with `prefix`.
 
         Touches `Module._save_to_state_dict` (torch 2.6 to 2.13). Without it what stands for a table that was taken away
         could be saved as a table.
         """
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         inherited = super()._apply
         self.convert_tensors(lambda: inherited(fn, recurse))
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self.write_state(destination, prefix)
 
@@ -82,7 +82,7 @@ def parameters_as_given() -> Iterator[None]:
                 _replacing.clear()  # whoever saved our function and puts it back then has torch's own
 
 
-def pre_hooks(module: nn.Module) -> list[Any]:
+def pre_hooks(module: nn.Module) -> list[Callable[..., object]]:
     """Return the forward pre-hooks of `module`, in the order in which they run.
 
     Touches `Module._forward_pre_hooks` (torch 2.6 to 2.13): hooks are registered by a public method, and asked for by
@@ -100,7 +100,7 @@ def computes(function: str) -> bool:
     return function in ("forward", "_call_impl", "_wrapped_call_impl")
 
 
-def state_metadata(state: Any) -> dict[str, Any]:
+def state_metadata(state: object) -> dict[str, dict[str, object]]:
     """Return torch's metadata of a state dict by module path, the dict itself; {} where it has none.
 
     Touches `_metadata` of what `Module.state_dict` returns (torch 2.6 to 2.13). Without it a stock model would take a
@@ -109,7 +109,7 @@ def state_metadata(state: Any) -> dict[str, Any]:
     return getattr(state, "_metadata", {})
 
 
-def give_class(module: nn.Module, cls: Any) -> None:
+def give_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Make `module` an instance of `cls`, a subclass or the base of its class; accelerate's hooks run its new forward.
 
     Touches `module.__class__`, which Python lets one set where both classes lay their objects out alike (nn.Module does
@@ -151,13 +151,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(requires_grad)
 
 
-def _shallow(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _shallow(values: dict[str, object]) -> dict[str, tuple[object, object]]:
     """Return each value with a shallow copy of it, if it is a collection."""
     collections = (dict, list, set)
     return {name: (value, value.copy() if isinstance(value, collections) else None) for name, value in values.items()}
 
 
-def _restore(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
+def _restore(now: dict[str, object], before: dict[str, tuple[Any, Any]]) -> None:
     """Write the values of `before` into `now`, collections in place: others may refer to them."""
     for name in now.keys() - before.keys():
         del now[name]
@@ -174,7 +174,7 @@ def _restore(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
             value.update(copied)
 
 
-def _is_same(now: Any, before: Any) -> bool:
+def _is_same(now: Iterable[tuple[object, object]], before: Iterable[tuple[object, object]]) -> bool:
     """Return whether both are the same objects under the same keys, in the same order."""
     return [(key, id(value)) for key, value in now] == [(key, id(value)) for key, value in before]
 
@@ -186,7 +186,7 @@ _INSIDE = {
 }
 
 
-def compiled_original(model: nn.Module) -> Any:
+def compiled_original(model: nn.Module) -> nn.Module | None:
     """Return the model that `torch.compile` wrapped in `model`, or None.
 
     Touches `OptimizedModule._orig_mod` (torch 2.6 to 2.13). Without it a compiled model is taken for a plain one.
@@ -217,5 +217,5 @@ def name_without_wrappers(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def _modules_of(module: nn.Module) -> dict[str, Any]:
+def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
     return vars(module).get("_modules", {}) if isinstance(module, nn.Module) else {}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def can_be_fake() -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allgather_", "Meta"))
 
 
-def is_collective(operator: Any) -> bool:
+def is_collective(operator: OpOverload) -> bool:
     """Return whether `operator` sends tensors between processes.
 
     Touches the namespaces `c10d` and `_c10d_functional` of `torch.ops` (torch 2.6 to 2.13). Without it what is sent
@@ -67,7 +71,7 @@ def whole_gradients(model: nn.Module) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _parameters(model: nn.Module) -> Iterator[Any]:
+def _parameters(model: nn.Module) -> Iterator[FSDPParam]:
     """Give what FSDP2 keeps of each weight.
 
     Touches `FSDPModule._get_fsdp_state` and `_fsdp_param_groups`, the one `_fsdp_param_group` of older ones (torch 2.6
@@ -77,7 +81,7 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
+            state = module._get_fsdp_state()
             several = hasattr(state, "_fsdp_param_groups")
             groups = state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group])
             yield from (parameter for group in groups for parameter in group.fsdp_params)

@@ -8,7 +8,7 @@ page of torch promises.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -59,7 +62,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def fake_mode() -> Any:
+def fake_mode() -> FakeTensorMode:
     """Return a mode in which tensors are made fake; tensors with numbers may meet them.
 
     Touches `FakeTensorMode`. Without it a model larger than this machine could not be looked at.
@@ -92,7 +95,7 @@ def holds_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or is_fake(tensor))
 
 
-def needs_values(operator: Any) -> bool:
+def needs_values(operator: OpOverload) -> bool:
     """Return whether the shape of what `operator` gives, or the number itself, follows from numbers of its arguments.
 
     Touches `torch.Tag` on `OpOverload.tags`. Without it torch refuses to say how large the result would be.
@@ -127,7 +130,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (nn.Parameter, Tensor) or is_fake(tensor)
 
 
-def without_fake_mode() -> AbstractContextManager[Any]:
+def without_fake_mode() -> AbstractContextManager[object]:
     """Return a context in which new tensors hold numbers, whatever mode is active around it.
 
     Touches `unset_fake_temporarily`. Without it the numbers of a scheme, which no weight has a part in, would be fake.
@@ -153,7 +156,7 @@ def make_fake_as(model: nn.Module) -> None:
                 setattr(module, name, _fake(mode, buffer))
 
 
-def made_fake(mode: Any, model: nn.Module) -> nn.Module:
+def made_fake(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
     """Return `model`, which lies on meta, with each of its tensors exchanged for a fake one of the CPU.
 
     Touches nothing but what `fake_mode` does. Without it a model would have to be built of fake tensors, and what fills

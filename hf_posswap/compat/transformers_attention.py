@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+"""What attends, as transformers calls it: it returns outputs, and weights where they are asked for."""
 IMPLEMENTATION = "_attn_implementation"
 """The attribute of a config by which its attention modules find their implementation."""
 _CHOICE = ("_can_set_attn_implementation", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 
 
-def attention_implementation(config: Any) -> str | None:
+def attention_implementation(config: PreTrainedConfig) -> str | None:
     """Return the name of the attention implementation that modules with `config` take: "sdpa", "eager", ...
 
     Touches `config._attn_implementation`. Without it nobody can tell how a model attends.
@@ -32,7 +34,7 @@ def attention_implementation(config: Any) -> str | None:
     return getattr(config, IMPLEMENTATION)
 
 
-def attention_function(name: str | None, eager: Any) -> Callable[..., Any]:
+def attention_function(name: str | None, eager: Attention | None) -> Attention:
     """Return the attention function called `name`; `eager` for "eager" and None.
 
     Touches `modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface`, which raises where it knows no such name. Without it
@@ -43,7 +45,7 @@ def attention_function(name: str | None, eager: Any) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[arg-type]
 
 
-def register_attention_function(name: str, function: Callable[..., Any]) -> None:
+def register_attention_function(name: str, function: Attention) -> None:
     """Register `function` as the attention implementation `name`, with sdpa's masks.
 
     Touches `masking_utils.sdpa_mask`, and the public interfaces. Without a mask function of its name an implementation
@@ -67,7 +69,7 @@ def attends_by_interface(cls: type) -> bool:
     return any(isinstance(value, AttentionInterface) for value in _named_by(cls))
 
 
-def eager_function(cls: type) -> Callable[..., Any] | None:
+def eager_function(cls: type) -> Attention | None:
     """Return what the forward of the attention class `cls` attends with under "eager"; None: nothing of that kind.
 
     Touches the functions that forwards name, called `eager_attention_forward` in most modeling modules: one that takes
@@ -77,21 +79,21 @@ def eager_function(cls: type) -> Callable[..., Any] | None:
     return functions[0] if len(functions) == 1 else None
 
 
-def _attends(function: Callable[..., Any]) -> bool:
+def _attends(function: Callable[..., object]) -> bool:
     parameters = list(inspect.signature(function).parameters.values())
     return len(parameters) >= 4 and [parameter.name for parameter in parameters[:2]] == ["module", "query"]
 
 
-def _named_by(cls: type) -> list[Any]:
+def _named_by(cls: type) -> list[object]:
     """Return the global values that the forward of `cls` names, and those that the methods name which it calls."""
-    hashable_class: Any = cls  # mypy: the type of a module is not hashable
+    hashable_class: object = cls  # mypy: the type of a module is not hashable
     return _named(hashable_class)
 
 
 @functools.cache
-def _named(cls: Any) -> list[Any]:
-    forward: Any = inspect.unwrap(cls.forward)
-    values: list[Any] = []
+def _named(cls: type[nn.Module]) -> list[object]:
+    forward: FunctionType = inspect.unwrap(cls.forward)
+    values: list[object] = []
     waiting = [forward]
     seen = set()
     while waiting:
@@ -116,7 +118,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def upcast_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+def upcast_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Return what GPT-2 computes in float32 where its config says `reorder_and_upcast_attn`.
 
     Touches `GPT2Attention._upcast_and_reordered_attn`. Without it a swapped GPT-2 of such a config would attend in the
@@ -125,7 +129,7 @@ def upcast_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mas
     return module._upcast_and_reordered_attn(query, key, value, mask)
 
 
-def can_choose_attention(model: Any) -> bool:
+def can_choose_attention(model: PreTrainedModel) -> bool:
     """Return whether `model.set_attn_implementation` does anything: where not, transformers only logs.
 
     Touches `PreTrainedModel._can_set_attn_implementation`, which reads the source of the class. Without it models that
@@ -225,7 +229,7 @@ def quarter_turn(code: ModuleType, probe: Tensor) -> Tensor | None:
     return None
 
 
-def _arguments(code: ModuleType, name: str) -> Any:
+def _arguments(code: ModuleType, name: str) -> Mapping[str, inspect.Parameter]:
     """Return the arguments, by name, of the function `name` of a module; none where it has no such function."""
     function = getattr(code, name, None)
     return {} if function is None else inspect.signature(function).parameters

@@ -11,9 +11,12 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 """What releases from 5.14 to 5.24 call the cache of a forward, the newest first."""
@@ -25,12 +28,12 @@ def forward_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     Touches `forward.__wrapped__`, by which decorators of transformers keep the signature of what they wrap. Without it
     arguments given by place cannot be named.
     """
-    hashable_class: Any = cls  # mypy: the type of a module is not hashable
+    hashable_class: object = cls  # mypy: the type of a module is not hashable
     return _forward_parameters(hashable_class)
 
 
 @functools.cache
-def _forward_parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
+def _forward_parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
     parameters = list(inspect.signature(cls.forward).parameters.values())
     return {parameter.name: parameter for parameter in parameters[1:]}
 
@@ -44,7 +47,7 @@ def names_arguments(cls: type) -> bool:
     return any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def is_cache(value: object) -> bool:
+def is_cache(value: object) -> TypeGuard[Cache]:
     """Return whether `value` is a key-value cache of transformers, paged or not.
 
     Touches `cache_utils.Cache` and `generation.continuous_batching.cache.PagedAttentionCache`, which is no Cache.
@@ -86,7 +89,7 @@ def _import_classes() -> tuple[type, ...]:
     return Cache, PagedAttentionCache
 
 
-def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Any] | None:
+def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[int | str, Any] | None:
     """Return the place or name of the cache among the arguments of a call, and the cache; None: there is none.
 
     Touches the same as `is_cache`.
@@ -163,14 +166,14 @@ def _cache_parameter(parameters: Mapping[str, inspect.Parameter]) -> str | None:
     return next((name for name, parameter in parameters.items() if _says_cache(parameter.annotation)), None)
 
 
-def _says_cache(annotation: Any) -> bool:
+def _says_cache(annotation: object) -> bool:
     if isinstance(annotation, str):
         return "Cache" in annotation
     types = (annotation, *typing.get_args(annotation))
     return any(isinstance(each, type) and issubclass(each, cache_classes()) for each in types)
 
 
-def cache_in(output: Any) -> Any:
+def cache_in(output: Mapping[str, object] | Sequence[object]) -> Cache | None:
     """Return the cache that the `output` of a model holds, or None.
 
     Touches the same as `is_cache`; and that outputs of models are dicts or tuples.
@@ -194,7 +197,7 @@ def tensors_of_layers(layers: Iterable[object]) -> list[Tensor]:
     return [value for value in held if isinstance(value, Tensor)]
 
 
-def tokens_before(cache: Any, layer: int) -> Any:
+def tokens_before(cache: Cache, layer: int) -> int | Tensor:
     """Return how many tokens layer `layer` of `cache` has seen: an int, or a tensor where it must not be read.
 
     Touches `Cache.get_query_offset`, since 5.14. Without it positions of a step with a cache are not known.
@@ -202,7 +205,7 @@ def tokens_before(cache: Any, layer: int) -> Any:
     return cache.get_query_offset(layer)
 
 
-def keys_of_call(cache: Any, queries: int, layer: int) -> tuple[int, Any]:
+def keys_of_call(cache: Cache, queries: int, layer: int) -> tuple[int, int]:
     """Return how many keys a call of `queries` tokens will see in layer `layer` of `cache`, and the first one's index.
 
     Touches `Cache.get_mask_sizes(query_length, layer_idx)`, since 5.5. Without it keys of static and sliding caches
@@ -212,7 +215,7 @@ def keys_of_call(cache: Any, queries: int, layer: int) -> tuple[int, Any]:
     return keys, first
 
 
-def cache_layer_class(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+def cache_layer_class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> type:
     """Return a new class of cache layers, of which transformers' caches are not told.
 
     Touches `CacheLayerMixin._layer_type`, by which a subclass takes the place of its parent in the mappings that caches
@@ -231,7 +234,7 @@ def is_growing_layer(layer: type) -> bool:
     return layer is DynamicLayer
 
 
-def quantized_keys(layer: Any) -> Any:
+def quantized_keys(layer: object) -> object:
     """Return what a quantizing cache layer stores of its older keys, in its own form; None: the layer quantizes none.
 
     Touches `BaseQuantizedLayer._quantized_keys` (`QuantizedLayer._quantized_keys` before 5.24). Without it keys that
@@ -240,7 +243,7 @@ def quantized_keys(layer: Any) -> Any:
     return getattr(layer, "_quantized_keys", None)
 
 
-def self_attention_cache(cache: Any) -> Any:
+def self_attention_cache(cache: Cache | None) -> Any:
     """Return the part of `cache` that self-attention reads and writes: all of it, but for an encoder-decoder cache.
 
     Touches `EncoderDecoderCache.self_attention_cache`. Without it keys of an encoder would be taken for a decoder's.
@@ -248,7 +251,9 @@ def self_attention_cache(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
-def write_keys(cache: Any, key: Tensor, value: Tensor, layer: int, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def write_keys(
+    cache: Cache, key: Tensor, value: Tensor, layer: int, arguments: dict[str, object]
+) -> tuple[Tensor, Tensor]:
     """Put the new `key` and `value`, [B, G, Q, D] each, into layer `layer` of `cache`; return all, [B, G, K, D].
 
     Touches `Cache.update`, and that since 5.24 a paged cache is written so too, which takes the `arguments` of the
@@ -262,7 +267,7 @@ def write_keys(cache: Any, key: Tensor, value: Tensor, layer: int, arguments: di
 class _WrittenThrough:
     """Mixed into a class of caches, before it: hands what is written to another cache, after a change of the keys."""
 
-    posswap_cache: Any
+    posswap_cache: Cache
     posswap_change: Callable[[Tensor], Tensor]
     posswap_is_view = True
     """Marks a view also where a checkpoint's bundled code made it, with its own class."""
@@ -300,7 +305,7 @@ def _view_class(native: type) -> type:
     return view_class
 
 
-def cache_view(cache: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def cache_view(cache: Cache, change: Callable[[Tensor], Tensor]) -> Cache:
     """Return a view of `cache`, for one call, that changes the keys which are written; an instance of its class.
 
     Of an encoder-decoder cache the keys of self-attention are changed.

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
+
+    _Mixin = nn.Module  # what it is mixed into
+else:
+    _Mixin = object
 
 
-def auto_mapping(auto: Any) -> Any:
+def auto_mapping(auto: object) -> Any:
     """Return the mapping of an Auto class from config classes to model classes; None: `auto` is no Auto class.
 
     Touches `_model_mapping` of the Auto classes. Without it nobody can tell which class a config alone stands for.
@@ -35,7 +40,7 @@ def auto_mappings() -> Iterator[Any]:
 
     for name in modeling_auto.__all__:
         mapping = auto_mapping(getattr(modeling_auto, name, None))
-        if hasattr(mapping, "register"):
+        if mapping is not None and hasattr(mapping, "register"):
             yield mapping
 
 
@@ -78,7 +83,7 @@ def auto_class_name(architecture: str) -> str:
     return next(names, "AutoModel")
 
 
-def language_classes(model_type: str) -> dict[str, tuple[Any, Any]]:
+def language_classes(model_type: str) -> dict[str, tuple[type[PreTrainedConfig], Any]]:
     """Return the classes of a model type for language modelling: by task, the config class and the model class.
 
     Touches `CONFIG_MAPPING` and `_model_mapping` of the Auto classes, which hold what other packages register too.
@@ -96,12 +101,12 @@ def language_classes(model_type: str) -> dict[str, tuple[Any, Any]]:
     found = {}
     for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
         mapping = auto_mapping(getattr(transformers, _AUTO_CLASSES[task]))
-        if config in mapping:
+        if mapping is not None and config in mapping:
             found[task] = config, mapping[config]
     return found
 
 
-def build_model(cls: Any, config: Any, **kwargs: Any) -> Any:
+def build_model(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: object) -> PreTrainedModel:
     """Return a new model of the class `cls`, which the Auto classes would make for its `config`.
 
     Touches `PreTrainedModel._from_config`; the public `from_config` is that of the Auto classes, which choose the class
@@ -115,7 +120,7 @@ def build_model(cls: Any, config: Any, **kwargs: Any) -> Any:
     return cls._from_config(config, **kwargs)
 
 
-def file_of(source: str | Path, name: str, *, certain: bool = True, **hub: Any) -> Path | None:
+def file_of(source: str | Path, name: str, *, certain: bool = True, **hub: object) -> Path | None:
     """Return where the file `name` of a folder or Hub id is, downloaded if need be; None where there is no such file.
 
     Touches `transformers.utils.cached_file` and its arguments `_raise_exceptions_for_missing_entries`,
@@ -165,7 +170,7 @@ def saved_names(tokenizer_class: str | None) -> frozenset[str]:
     from transformers import utils
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    tokenizer: Any = None if tokenizer_class is None else tokenizer_class_from_name(tokenizer_class)
+    tokenizer: type | None = None if tokenizer_class is None else tokenizer_class_from_name(tokenizer_class)
     vocabulary = getattr(tokenizer, "vocab_files_names", {}).values()
     return frozenset(
         {
@@ -178,7 +183,7 @@ def saved_names(tokenizer_class: str | None) -> frozenset[str]:
     )  # fmt: skip
 
 
-class LoadingHooks:
+class LoadingHooks(_Mixin):
     """Mixin before a transformers model class that changes how its weights are initialized and loaded."""
 
     def posswap_fill(self, module: nn.Module) -> bool:
@@ -189,7 +194,7 @@ class LoadingHooks:
         """
         return False
 
-    def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+    def posswap_read(self, state: dict[str, Tensor], prefix: str, metadata: dict[str, object]) -> dict[str, object]:
         """Change, in place, the weights in `state` below `prefix` that the model is about to take.
 
         Touches `Module._load_from_state_dict`. Without it a marked state dict could not be loaded.
@@ -205,7 +210,7 @@ class LoadingHooks:
         return metadata
 
     @classmethod
-    def posswap_conversions(cls, model: PreTrainedModel) -> list[Any]:
+    def posswap_conversions(cls, model: PreTrainedModel) -> list[WeightConverter]:
         """Return further weight conversions for loading `model`; saving does not undo them.
 
         Touches `PreTrainedModel._load_pretrained_model`, `weight_mapping` of its `LoadStateDictConfig`, and
@@ -224,13 +229,15 @@ class LoadingHooks:
         if not self.posswap_fill(module):
             super()._init_weights(module)  # type: ignore[misc]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: object) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, object], *args: object
+    ) -> None:
         metadata = self.posswap_read(state_dict, prefix, metadata)
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
     @classmethod
-    def _load_pretrained_model(cls, *args: object, **kwargs: object) -> Any:
-        load: Any = super()._load_pretrained_model  # type: ignore[misc]
+    def _load_pretrained_model(cls, *args: object, **kwargs: object) -> object:
+        load: Callable[..., object] = super()._load_pretrained_model  # type: ignore[misc]
         given = inspect.signature(load).bind(*args, **kwargs)
         model, load_config = given.arguments["model"], given.arguments["load_config"]
         ours = cls.posswap_conversions(model)

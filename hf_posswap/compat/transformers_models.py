@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -32,8 +32,12 @@ class _SkipInit(TorchFunctionMode):
     """Leaves every tensor as it is that `torch.nn.init` is given. A mode is the thread's own."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if getattr(func, "__module__", None) in _FILLING:
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
@@ -54,15 +58,15 @@ def without_initialising() -> Iterator[None]:
         yield
 
 
-def mark_initialised(module: Any) -> None:
+def mark_initialised(module: nn.Module | Tensor) -> None:
     """Make transformers skip `module`, or a tensor, when it fills the weights of a loaded model.
 
     Touches `module._is_hf_initialized`. Without it the replacement of a table is filled as a table.
     """
-    module._is_hf_initialized = True
+    vars(module)["_is_hf_initialized"] = True
 
 
-def is_initialised(tensor: Any) -> bool:
+def is_initialised(tensor: Tensor) -> bool:
     """Return whether a load, or `mark_initialised`, has set the values of `tensor`.
 
     Touches `tensor._is_hf_initialized`. Without it weights from a checkpoint would be overwritten.
@@ -70,7 +74,7 @@ def is_initialised(tensor: Any) -> bool:
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
 
-def fill_weights(cls: Any, model: nn.Module, module: Any) -> None:
+def fill_weights(cls: type[PreTrainedModel], model: PreTrainedModel, module: nn.Module) -> None:
     """Fill the weights of `module`, a part of `model`, as the class `cls` of `model` fills them.
 
     Touches `PreTrainedModel._init_weights`. Without it a new table would not begin as the family's tables do.
@@ -78,7 +82,7 @@ def fill_weights(cls: Any, model: nn.Module, module: Any) -> None:
     cls._init_weights(model, module)
 
 
-def let_record_outputs(cls: Any) -> None:
+def let_record_outputs(cls: type[PreTrainedModel]) -> None:
     """Have models of the class `cls` return hidden states and attentions where no model of it was built, but converted.
 
     Touches `utils.output_capturing._CAN_RECORD_REGISTRY`, which constructors fill by the name of the class, and
@@ -89,7 +93,7 @@ def let_record_outputs(cls: Any) -> None:
     dict.update(_CAN_RECORD_REGISTRY, {str(cls): cls._can_record_outputs})  # in 5.23 it takes models alone as keys
 
 
-def unsaved_keys(model: Any) -> tuple[str, ...]:
+def unsaved_keys(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[str, ...]:
     """Return the names of weights that `model`, or a class of models, leaves out of checkpoints.
 
     Touches `PreTrainedModel._keys_to_ignore_on_save`. Without it tables that a class computes by itself would not be
@@ -98,7 +102,7 @@ def unsaved_keys(model: Any) -> tuple[str, ...]:
     return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
-def set_unsaved_keys(model: Any, keys: Iterable[str] | None) -> Iterable[str] | None:
+def set_unsaved_keys(model: PreTrainedModel, keys: set[str] | list[str] | None) -> set[str] | list[str] | None:
     """Have `model` leave out of its checkpoints the weights called `keys`, or what its class says, where None.
 
     Touches the same as `unsaved_keys`.
@@ -129,7 +133,7 @@ def give_config_class(config: PreTrainedConfig, cls: type) -> None:
     config.__class__ = cls
 
 
-def model_under_construction(name: str) -> Any:
+def model_under_construction(name: str) -> object:
     """Return the model whose constructor sets `name`, the first that it sets of its config; None: it is set otherwise.
 
     It is to be asked by the `__setattr__` of the config's class, which looks at who called it.
@@ -148,7 +152,7 @@ def model_under_construction(name: str) -> Any:
     return caller.f_locals.get("self")
 
 
-def config_validators(cls: type) -> tuple[Any, ...]:
+def config_validators(cls: type) -> tuple[Callable[[PreTrainedConfig], None], ...]:
     """Return the functions by which a config of the class `cls` is validated as a whole.
 
     Touches `__class_validators__` of huggingface_hub's strict dataclasses, which transformers' configs are. Without it
@@ -157,7 +161,7 @@ def config_validators(cls: type) -> tuple[Any, ...]:
     return tuple(getattr(cls, "__class_validators__", ()))
 
 
-def lasting_values(config: PreTrainedConfig) -> dict[str, Any]:
+def lasting_values(config: PreTrainedConfig) -> dict[str, object]:
     """Return what `config` says of the model itself, and not of where it was loaded from, what wrote it or runs it.
 
     Touches the same keys as `without_origin`, and those of the attention implementation.
@@ -174,7 +178,7 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
-def without_origin(values: dict[str, Any]) -> dict[str, Any]:
+def without_origin(values: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a config as JSON, or as a dict, without those that say where they come from.
 
     Touches the keys `_name_or_path`, `_commit_hash` and `transformers_version`, also of configs inside. Without it the

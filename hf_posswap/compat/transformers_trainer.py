@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys
 
 
 class SavingTrainer(Trainer):
@@ -31,7 +34,7 @@ class SavingTrainer(Trainer):
         """
         write()
 
-    def write_model_files(self, folder: str | None, weights: dict[str, Any] | None) -> None:
+    def write_model_files(self, folder: str | None, weights: dict[str, Tensor] | None) -> None:
         """Write the files of the model to `folder`; `weights` where they had to be gathered.
 
         Touches `Trainer._save`. Without it checkpoints hold pickled arguments, and no sidecars.
@@ -45,14 +48,14 @@ class SavingTrainer(Trainer):
         """
         return float(self._get_learning_rate())
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         return self.checkpoint_parent() or super()._get_output_dir(trial)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         inherited = super()._save_checkpoint
         self.write_checkpoint(lambda: inherited(model, trial))
 
-    def _build_accelerator_args(self, **kwargs: object) -> dict[str, Any]:
+    def _build_accelerator_args(self, **kwargs: object) -> dict[str, object]:
         """Leave torch.compile to the engine, which compiles each layer by itself; accelerate would all as one.
 
         Touches `Trainer._build_accelerator_args`. Without it the loss cannot run body and head of the model apart.
@@ -62,7 +65,7 @@ class SavingTrainer(Trainer):
         left = TorchDynamoPlugin(backend="no")  # for None it asks the launcher's environment
         return {**super()._build_accelerator_args(**kwargs), "dynamo_plugin": left}
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result: _IncompatibleKeys) -> None:
         """Warn of weights that a checkpoint lacks, but not of those tied to one that it has: it stores one of them.
 
         Touches `Trainer._issue_warnings_after_load`. Without it a resumed training warns of missing weights that are
@@ -74,7 +77,7 @@ class SavingTrainer(Trainer):
         absent = [name for name in load_result.missing_keys if id(state.get(name)) not in loaded]
         super()._issue_warnings_after_load(type(load_result)(absent, load_result.unexpected_keys))
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         self.write_model_files(output_dir, state_dict)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 
 GIB = 1 << 30
@@ -330,7 +330,7 @@ def costs_are_possible(model: PreTrainedModel, length: int, new_tokens: int = 8)
     return limit is None or length + new_tokens <= limit
 
 
-def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Any:
+def _read(model: PreTrainedModel, ids: Tensor, prefill: int | None) -> Cache | None:
     """Return the cache after `ids`, read in chunks of `prefill` tokens, without computing logits."""
     chunk_size, cache = prefill or ids.shape[1], None
     body = unwrap(model).base_model  # PEFT's base_model gives logits

@@ -92,7 +92,7 @@ class RunStore:
         """Return whether the value of `unit` is stored."""
         return unit_key(unit) in self._values
 
-    def value(self, unit: Mapping[str, Any], compute: Callable[[], Value]) -> Value:
+    def value(self, unit: Mapping[str, object], compute: Callable[[], Value]) -> Value:
         """Return the stored value of `unit`, or compute and store it.
 
         Args:

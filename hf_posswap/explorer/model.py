@@ -66,7 +66,12 @@ class ModelFacts:
 
 
 def model_facts(
-    model: Any, scheme: Scheme | None = None, *, written: str | None = None, trust_remote_code: bool = False, **how: Any
+    model: Any,
+    scheme: Scheme | None = None,
+    *,
+    written: str | None = None,
+    trust_remote_code: bool = False,
+    **how: Any,
 ) -> ModelFacts:
     """Return the facts about a model. No weights are read.
 

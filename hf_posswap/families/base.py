@@ -66,16 +66,16 @@ class AttentionTraits:
     """
 
     interface: Callable[[nn.Module], type | str] | None = None
-    positions: Callable[[Any], NativeScheme | None] | None = None
+    positions: Callable[[PreTrainedConfig], NativeScheme | None] | None = None
     scheme: str | None = None
     switch: tuple[str, str] | None = None
     made_from: str = ""
     angles: str = ""
-    causal: Callable[[Any], bool] | None = None
+    causal: Callable[[PreTrainedConfig], bool] | None = None
     length_name: str | None = "max_position_embeddings"
     length: int = 2048
-    heads: Callable[[Any], tuple[int, int]] | None = None
-    closed: Callable[[Any], str | None] | None = None
+    heads: Callable[[PreTrainedConfig], tuple[int, int]] | None = None
+    closed: Callable[[PreTrainedConfig], str | None] | None = None
     relative: RelativePart | None = None
     ends: bool = False
     bounded: bool = False

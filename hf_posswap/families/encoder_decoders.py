@@ -68,7 +68,7 @@ def stacks(**table: Any) -> tuple[StackSpec, StackSpec]:
     )
 
 
-def decoder_alone(**table: Any) -> tuple[StackSpec]:
+def decoder_alone(**table: object) -> tuple[StackSpec]:
     """Return the decoder of `stacks`."""
     return (stacks(**table)[1],)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -120,7 +120,7 @@ def locate(model: PreTrainedModel) -> Sites:
         >>> locate(model).table_path, locate(model).attention
         ('transformer.wpe', ('transformer.h.0.attn',))
     """
-    swapped: Any = getattr(model, "_posswap", None)
+    swapped = getattr(model, "_posswap", None)
     if swapped is not None:  # the modules that the family lists are gone
         return swapped.plan.sites
     family = family_of(model.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,7 @@ def geometry_of(
         narrower = getattr(root.get_submodule(attention[0]), "attention_head_size", None)  # MobileBERT's
         head_dim = own_width or getattr(config, "head_dim", None) or narrower or config.hidden_size // heads
     length, width = _extent(model, config, root, spec, offset)
-    rotation: dict[str, Any] = {}
+    rotation = {}
     if rotary:
         first, parameters = root.get_submodule(rotary[0]), _common(model, whole, turning)
         rotation = _rotation(first, whole, turning[0]) | {
@@ -239,7 +240,7 @@ def image_geometry(
     return geometry
 
 
-def pair(size: Any) -> tuple[int, int]:
+def pair(size: int | Sequence[int]) -> tuple[int, int]:
     """Return height and width of a size that may be one number for both.
 
     Example:

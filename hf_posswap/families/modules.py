@@ -32,7 +32,7 @@ class WeakModule:
         module = self()
         return WeakModule(None if module is None else memo.get(id(module)))  # None: only a submodule is copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return WeakModule, (self(),)
 
 
@@ -48,7 +48,7 @@ class CarriedModule:
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self.owner, self.name = WeakModule(owner), name
-        self.last: Any = getattr(owner, name)
+        self.last = getattr(owner, name)
 
     def __call__(self) -> Any:
         """Return the current module."""
@@ -156,7 +156,7 @@ def entry_signature(module: nn.Module) -> list[str]:
     return list(forward_parameters(type(module)))
 
 
-def by_name(signature: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(signature: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments of a call by their names; those beyond `signature` are left out.
 
     torch.compile of torch 2.6 supports neither `zip` of lists of different lengths nor `|` of dictionaries.

@@ -226,7 +226,7 @@ def parameters_of(config: PreTrainedConfig, rope_set: str) -> dict[str, Any]:
     return (parameters.get(rope_set) if rope_set else parameters) or {}
 
 
-def layer_config(config: PreTrainedConfig, rope_set: str) -> Any:
+def layer_config(config: PreTrainedConfig, rope_set: str) -> PreTrainedConfig:
     """Return the config of the layers of one type: some values may differ between layers."""
     types = getattr(config, "layer_types", None) or []
     views = getattr(config, "per_layer_config", None)  # None where all layers have the same values
@@ -238,7 +238,7 @@ def has_rope(config: PreTrainedConfig) -> bool:
     return any(each.layer_type or "rope_type" in each.values for each in rope_settings(config.get_text_config()))
 
 
-def config_at(config: Any, path: str) -> Any:
+def config_at(config: object, path: str) -> Any:
     """Return the sub-config of `config` at `path`; "" is `config` itself.
 
     Example:

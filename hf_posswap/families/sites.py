@@ -203,7 +203,7 @@ class Sites:
         """The geometry of the main stack."""
         return self.main.geometry
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the sites as plain values; families are known by their names."""
         return {"family": self.family.name, "base": self.base, "stacks": tuple(map(_stack_to_dict, self.stacks))}
 
@@ -214,7 +214,7 @@ class Sites:
         return cls(family, values["base"], tuple(_stack_from_dict(family, stack) for stack in values["stacks"]))
 
 
-def _stack_to_dict(stack: Stack) -> dict[str, Any]:
+def _stack_to_dict(stack: Stack) -> dict[str, object]:
     plain = {field.name: getattr(stack, field.name) for field in fields(stack) if field.name not in ("spec", "table")}
     table = None
     if stack.table is not None:

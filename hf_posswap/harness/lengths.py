@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.errors import DataError, MissingDependencyError, OptionError, PosswapError
 from hf_posswap.utils.format import said_by
@@ -68,7 +68,7 @@ def load_tasks(names: Sequence[str], manager: TaskManager, metadata: dict[str, o
 
     random.seed(0)
     np.random.seed(1234)  # noqa: NPY002
-    tasks: dict[str, Any] = {}
+    tasks: dict[str, object] = {}
     groups: dict[str, list[str]] = {}
     for name in names:
         if length is not None:

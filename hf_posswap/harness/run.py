@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.scores import retention, rows_of, table_of
 from hf_posswap.harness.task_code import refuse_groups, refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
+from hf_posswap.report.conclusion import HarnessResults, HarnessSettings
 from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.user_paths import expand_home
 
@@ -45,7 +46,7 @@ def run_tasks(
     scheme: Scheme | str | None = None,
     *,
     lengths: Sequence[int] | None = None,
-    baseline: PreTrainedModel | str | Path | Mapping[str, object] | None = None,
+    baseline: PreTrainedModel | str | Path | HarnessResults | None = None,
     max_length: int | None = None,
     longest_input: int | None = None,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
@@ -55,11 +56,11 @@ def run_tasks(
     apply_chat_template: bool = False,
     fewshot_as_multiturn: bool = False,
     metadata: Mapping[str, object] | None = None,
-    device: Any = None,
-    dtype: Any = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
-    base: PreTrainedModel | str | Path | Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+    base: PreTrainedModel | str | Path | HarnessResults | None = None,
+) -> HarnessResults:
     """Run tasks and return the harness's results, with the scores of each task under "results".
 
     The maximum input length, which depends on the swap, is under "longest_input". Under "table" is one row per task and
@@ -108,7 +109,7 @@ def run_tasks(
         raise DataError("a model object has no tokenizer: give tokenizer=.")
     model_class = harness_model_class()
     requested = [str(task) if chosen is None else by_length(str(task)) for task in tasks]
-    settings: dict[str, object] = {
+    settings: HarnessSettings = {
         "tasks": requested,
         "lengths": chosen,
         "limit": limit,
@@ -122,11 +123,16 @@ def run_tasks(
         retention({"table": {"columns": [], "rows": []}, "settings": settings}, baseline)
     shared: dict[str, object] = {}
     manager = _manager(requested, trust_remote_code, shared)
-    more = {"batch_size": batch_size, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    more: dict[str, object] = {
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+    }
     if tokenizer is not None:
         more["tokenizer"] = tokenizer
 
-    def run(source: PreTrainedModel | str | Path, **swap: object) -> dict[str, object]:
+    def run(source: PreTrainedModel | str | Path, **swap: object) -> HarnessResults:
         source = str(source) if isinstance(source, Path) else source
         return _run(model_class(source, **swap, **more), manager, shared, settings, trust_remote_code, bool(swap))
 
@@ -155,8 +161,13 @@ def _checked_lengths(lengths: Sequence[int], metadata: Mapping[str, object] | No
 
 
 def _run(
-    subject: HFLM, manager: TaskManager, shared: dict[str, Any], settings: dict[str, Any], trusted: bool, strict: bool
-) -> dict[str, object]:
+    subject: HFLM,
+    manager: TaskManager,
+    shared: dict[str, object],
+    settings: HarnessSettings,
+    trusted: bool,
+    strict: bool,
+) -> HarnessResults:
     """Run the tasks on one model.
 
     Args:
@@ -167,7 +178,7 @@ def _run(
         trusted: templates may run code.
         strict: refuse lengths that the model cannot read; otherwise leave them out.
     """
-    lengths: list[int] | None = settings["lengths"]
+    lengths = settings["lengths"]
     reach = subject.max_length
     unread = [length for length in lengths or [] if length > reach]
     if unread and (strict or len(unread) == len(lengths or [])):
@@ -190,7 +201,7 @@ def _run(
         else:
             output = _evaluate(subject, settings["tasks"], manager, settings, folder, limit=settings["limit"])
             output["table"] = table_of(rows_of(output, None, {}), {})
-    return output | {"longest_input": reach, "settings": settings}
+    return cast("HarnessResults", output | {"longest_input": reach, "settings": settings})
 
 
 @contextmanager
@@ -208,10 +219,10 @@ def _random_numbers_kept(subject: HFLM) -> Iterator[None]:
 
 
 def _run_by_length(
-    subject: HFLM, manager: TaskManager, shared: dict[str, Any], settings: dict[str, Any], lengths: list[int]
-) -> dict[str, Any]:
+    subject: HFLM, manager: TaskManager, shared: dict[str, object], settings: HarnessSettings, lengths: list[int]
+) -> dict[str, object]:
     """Run the tasks at each length; the arguments are those of `_run`."""
-    limit, folder = settings["limit"], shared["tokenizer"]
+    limit, folder = settings["limit"], str(shared["tokenizer"])
     loaded = load_tasks(settings["tasks"], manager, shared, lengths[0])
     groups = loaded.groups
     measured = {
@@ -222,7 +233,7 @@ def _run_by_length(
     fixed = {name: loaded.tasks[name] for name in measured}
     again = [name for name, tasks in groups.items() if set(tasks) - set(measured)]
     rows = []
-    runs: dict[str, Any] = {}
+    runs: dict[str, list[dict[str, object]]] = {}
     for length in lengths:
         if length != lengths[0]:
             loaded = load_tasks(again, manager, shared, length)
@@ -245,13 +256,18 @@ def _run_by_length(
 
 
 def _evaluate(
-    subject: HFLM, tasks: list[object], manager: TaskManager, settings: dict[str, Any], folder: str, **options: object
+    subject: HFLM,
+    tasks: Sequence[object],
+    manager: TaskManager,
+    settings: HarnessSettings,
+    folder: str,
+    **options: object,
 ) -> dict[str, object]:
     """Return the harness's output; the temporary folder of the tokenizer is not named in it."""
     from lm_eval import simple_evaluate
 
     if settings["apply_chat_template"]:
-        options |= {name: settings[name] for name in ("apply_chat_template", "fewshot_as_multiturn")}
+        options |= {"apply_chat_template": True, "fewshot_as_multiturn": settings["fewshot_as_multiturn"]}
     try:
         output = simple_evaluate(
             subject,

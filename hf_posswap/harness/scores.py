@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.passkey import RULER_BAR, longest_passing
+from hf_posswap.report.conclusion import HarnessCell, HarnessResults, HarnessRow, HarnessTable
 
 ALL = "all"
 """The column of scores that belong to no length."""
@@ -14,9 +15,7 @@ _SHARE = 0.85  # NoLiMa: of the base score
 _SAME = ("tasks", "limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "metadata")
 
 
-def rows_of(
-    output: Mapping[str, Any], length: int | None, questions_of: Mapping[str, int | None]
-) -> list[dict[str, object]]:
+def rows_of(output: Mapping[str, Any], length: int | None, questions_of: Mapping[str, int | None]) -> list[HarnessRow]:
     """Return one row per task and metric of one output of the harness.
 
     RULER's metrics are called by their lengths; they become one metric "score" in the column of their length, and the
@@ -27,7 +26,7 @@ def rows_of(
         length: the column of all other metrics; None: "all".
         questions_of: questions of each task; None: what the harness says.
     """
-    rows = []
+    rows: list[HarnessRow] = []
     for task, scores in output["results"].items():
         known = output.get("higher_is_better", {}).get(task) or {}
         effective = output.get("n-samples", {}).get(task, {}).get("effective")
@@ -40,7 +39,7 @@ def rows_of(
                 continue
             error = scores.get(f"{metric}_stderr,{kept}")
             name = "score" if by_length else metric
-            cell = {
+            cell: HarnessCell = {
                 "score": float(value),
                 "stderr": float(error) if isinstance(error, int | float) else None,
                 "questions": effective if questions_of.get(task) is None else questions_of[task],
@@ -56,14 +55,14 @@ def rows_of(
     return rows
 
 
-def table_of(rows: Iterable[dict[str, Any]], groups: Mapping[str, list[str]]) -> dict[str, Any]:
+def table_of(rows: Iterable[HarnessRow], groups: Mapping[str, list[str]]) -> HarnessTable:
     """Return the table of all rows: those of one task and metric become one, and groups get the mean of their tasks.
 
     Args:
         rows: of `rows_of`, for each length.
         groups: {name: its tasks}; those with one task are left out.
     """
-    joined: dict[tuple[str, str], dict[str, Any]] = {}
+    joined: dict[tuple[str, str], HarnessRow] = {}
     for row in rows:
         key = (row["task"], row["metric"])
         joined.setdefault(key, row | {"values": {}})["values"].update(row["values"])
@@ -78,30 +77,35 @@ def table_of(rows: Iterable[dict[str, Any]], groups: Mapping[str, list[str]]) ->
     return {"columns": columns, "rows": table_rows}
 
 
-def _means(name: str, tasks: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _means(name: str, tasks: list[str], rows: list[HarnessRow]) -> list[HarnessRow]:
     """Return the means over the tasks of a group, weighted by questions; only lengths that all tasks have count."""
-    means = []
+    means: list[HarnessRow] = []
     group_rows = [row for row in rows if row["task"] in tasks]
     for metric in dict.fromkeys(row["metric"] for row in group_rows):
         same = [row for row in group_rows if row["metric"] == metric]
         if len(tasks) < 2 or len(same) < len(tasks):
             continue
-        values = {}
+        values: dict[str, HarnessCell] = {}
         for column in same[0]["values"]:
             cells = [row["values"][column] for row in same if column in row["values"]]
-            questions = sum(cell["questions"] or 0 for cell in cells)
-            if len(cells) < len(same) or not questions:
+            counts = [cell["questions"] for cell in cells if cell["questions"] is not None]
+            if len(counts) < len(same) or not sum(counts):
                 continue
-            total = sum(cell["score"] * cell["questions"] for cell in cells)
+            total = sum(cell["score"] * count for cell, count in zip(cells, counts, strict=True))
+            questions = sum(counts)
             values[column] = {"score": total / questions, "stderr": None, "questions": questions}
         better = {row["higher_is_better"] for row in same}
         title = f"{name}, mean of {len(same)} tasks"
-        row = {"task": title, "metric": metric, "higher_is_better": better.pop() if len(better) == 1 else None}
+        row: HarnessRow = {
+            "task": title,
+            "metric": metric,
+            "higher_is_better": better.pop() if len(better) == 1 else None,
+        }
         means += [row | {"values": values}] if values else []
     return means
 
 
-def _effective(row: Mapping[str, Any]) -> dict[str, int | None] | None:
+def _effective(row: HarnessRow) -> dict[str, int | None] | None:
     """Return the effective lengths by RULER's and by NoLiMa's criterion, or None where they have no meaning.
 
     NoLiMa's is None if nothing is right at the shortest length; RULER's, if the score is below the bar there.
@@ -114,7 +118,7 @@ def _effective(row: Mapping[str, Any]) -> dict[str, int | None] | None:
     return {"ruler": longest_passing(scores, RULER_BAR), "nolima": by_share}
 
 
-def add_retention(table: dict[str, Any], base: Mapping[str, Any]) -> None:
+def add_retention(table: HarnessTable, base: HarnessTable) -> None:
     """Add to each row of `table` the percentage of the base's score, by column; None where the base has none, or 0.
 
     Metrics for which less is better get none.
@@ -134,7 +138,7 @@ def add_retention(table: dict[str, Any], base: Mapping[str, Any]) -> None:
         }  # fmt: skip
 
 
-def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def retention(results: HarnessResults, base: HarnessResults) -> HarnessTable:
     """Return the table of `results` with the percentage of the base's scores, in `retention` of each row.
 
     Args:
@@ -167,7 +171,10 @@ def retention(results: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, 
         raise DataError(
             f"the model and the base answered different questions: {listed}. Run both with the same options."
         )
-    table = {"columns": list(results["table"]["columns"]), "rows": [dict(row) for row in results["table"]["rows"]]}
+    table: HarnessTable = {
+        "columns": list(results["table"]["columns"]),
+        "rows": [row.copy() for row in results["table"]["rows"]],
+    }
     add_retention(table, base["table"])
     return table
 

@@ -13,7 +13,7 @@ in which a step to the next query equals a step to the next key. So [H, Q, K] is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,17 @@ from hf_posswap.kernels import fused
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment, whole
 from hf_posswap.utils.devices import without_autocast
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+    class _Context(FunctionCtx):
+        """What the forward keeps for the backward."""
+
+        saved_tensors: tuple[Tensor, ...]
+        needs_input_grad: tuple[bool, ...]
+        bias: BlockBias
+        scaling: float
 
 
 class Block(NamedTuple):
@@ -81,7 +92,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         bias: BlockBias,
         scaling: float,
         query: Tensor,
@@ -109,7 +120,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums, *_ = ctx.saved_tensors
         bias, learned = ctx.bias, any(ctx.needs_input_grad[5:])
         grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)

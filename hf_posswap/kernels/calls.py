@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.segments import Tile
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+    class _Context(FunctionCtx):
+        """What the forward keeps for the backward."""
+
+        saved_tensors: tuple[Tensor, ...]
+        calls: tuple[Call, ...]
+        scaling: float
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,7 @@ class _Joined(torch.autograd.Function):
     """`attend`, with its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, calls: tuple[Call, ...], scaling: float, value: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: _Context, calls: tuple[Call, ...], scaling: float, value: Tensor, *tensors: Tensor) -> Tensor:
         out, sums = _joined(calls, scaling, value, tensors)
         ctx.save_for_backward(out, sums, value, *tensors)
         ctx.calls, ctx.scaling = calls, scaling
@@ -208,7 +218,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, sums, value, *tensors = ctx.saved_tensors
         share = out.shape[1] // value.shape[1]
         grads = [torch.zeros_like(x) for x in (value, *tensors)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LEAST_WIDTH = 16
 """Minimum head dimension of flex_attention's kernels."""
-_ONE_KERNEL: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+_ONE_KERNEL: dict[str, bool] = {"FORCE_USE_FLEX_ATTENTION": True}
 """Below 128 queries a GPU would use the decoding kernel, which does not support that many grouped heads."""
 
 

@@ -10,7 +10,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -79,7 +79,7 @@ class QuickstartSettings:
         """
         return tuple(window * multiple for multiple in sorted(self.multiples))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings as JSON data."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 

@@ -7,7 +7,7 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -20,6 +20,7 @@ from hf_posswap.quickstart.base import LOCK, Base, QuickstartSettings, claim_fol
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
 from hf_posswap.report import PAGE
+from hf_posswap.report.conclusion import ModelEntry, Results
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json
@@ -52,9 +53,9 @@ class QuickstartResult:
     """
 
     out: Path
-    results: dict[str, Any]
+    results: Results
     best: str
-    reload: dict[str, Any]
+    reload: dict[str, object]
     left_out: dict[str, str]
 
     @property
@@ -193,7 +194,7 @@ def _train(
     return finished.model
 
 
-def choose_best(results: dict[str, Any]) -> str:
+def choose_best(results: Results) -> str:
     """Return the name of the swapped model with the lowest perplexity at the longest length that any of them runs."""
     swapped = {name: model["ppl_prefix"] for name, model in results["models"].items() if model["plan"] is not None}
     last = {name: (row["length"], -row["perplexity"]) for name, rows in swapped.items() for row in rows[-1:]}
@@ -232,9 +233,7 @@ def _identity(settings: QuickstartSettings) -> dict[str, object]:
     return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}
 
 
-def show(
-    results: dict[str, Any], best: str, reload: dict[str, Any], out: Path, reporter: Reporter, seconds: float
-) -> None:
+def show(results: Results, best: str, reload: dict[str, object], out: Path, reporter: Reporter, seconds: float) -> None:
     """Show the verdicts, the perplexities, the details, the continuation, and the next commands."""
     window, lengths = results["window"], results["lengths"]
     title = f"Perplexity by length (window {window} tokens)"
@@ -256,16 +255,16 @@ def show(
     reporter.line(f"\n{best} continues a held-out text, past the window:")
     reporter.line(f"{reload['prompt_end']} >>> {reload['text']}\n")
     reporter.line(f"reloaded in a fresh process: logits differ by {reload['max_logit_difference']:.2g} at most")
-    model = out / best / "model"
+    folder = out / best / "model"
     reporter.line(f"report: {out / PAGE} ({seconds:.0f} s)\n")
     reporter.line("Next:")
-    reporter.line(f"  posswap explain {model}")
-    reporter.line(f"  posswap push {model} me/my-model --dry-run")
-    reporter.line(f"  python -c \"import hf_posswap; model = hf_posswap.load('{model}')\"")
+    reporter.line(f"  posswap explain {folder}")
+    reporter.line(f"  posswap push {folder} me/my-model --dry-run")
+    reporter.line(f"  python -c \"import hf_posswap; model = hf_posswap.load('{folder}')\"")
     reporter.line("  posswap quickstart --model my-gpt2 --out mine   # a model of yours")
 
 
-def _perplexities(model: dict[str, Any], lengths: list[int]) -> list[str]:
+def _perplexities(model: ModelEntry, lengths: list[int]) -> list[str]:
     perplexities = {row["length"]: f"{row['perplexity']:.3f}" for row in model["ppl_prefix"]}
     ends = model.get("cannot_run", {})
     return [perplexities.get(length, "table ends" if str(length) in ends else "–") for length in lengths]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from hf_posswap.utils.format import interval_text
 
@@ -61,10 +61,11 @@ class GainRow(Interval):
 
 
 class DifferenceRow(Change):
-    """A paired difference at one length; `p_holm` is corrected over the lengths."""
+    """A paired difference at one length; `p_holm` is corrected over the lengths, `no_verdict` says why it is None."""
 
     length: int
     p_holm: float | None
+    no_verdict: NotRequired[str | None]
 
 
 class KeptRow(Change):
@@ -172,10 +173,14 @@ class OffsetRow(Interval):
 
 
 class CostRow(TypedDict):
-    """The speed at one length."""
+    """The cost of one length, as `hf_posswap.evaluation.cost.Cost`."""
 
     length: int
+    prefill_seconds: float
     tokens_per_second: float
+    decode_seconds: float
+    cache_bytes: int
+    peak_bytes: int | None
 
 
 class MaskedScores(TypedDict):
@@ -185,10 +190,57 @@ class MaskedScores(TypedDict):
     positions: list[PositionRow]
 
 
+class SchemeEntry(TypedDict, total=False):
+    """A scheme: its name, and those of its layers if they have schemes of their own; other fields are not listed."""
+
+    name: str
+    layers: dict[str, SchemeEntry]
+
+
+class PlanEntry(TypedDict, total=False):
+    """The plan of a swap, as `SwapPlan.to_dict` returns it; other keys are not listed."""
+
+    scheme: SchemeEntry
+    route: str
+    adaptation: str
+
+
+class TrainingEntry(TypedDict):
+    """The training of a model whose swap was trained."""
+
+    recipe: str | None
+    tokens: int
+
+
+class ProtocolRow(TypedDict):
+    """Perplexity by the protocol of a paper."""
+
+    protocol: str
+    perplexity: float
+
+
+class LongPerplexity(TypedDict):
+    """Perplexity of the tokens that need far context."""
+
+    perplexity: float
+
+
+class IdentityEntry(TypedDict, total=False):
+    """What a model ran as; other keys are not listed."""
+
+    dtype: str
+    attention: str
+    device: str
+
+
 class ModelEntry(TypedDict, total=False):
     """What results.json holds of a model; a metric that was not measured is missing."""
 
-    plan: dict[str, Any] | None
+    plan: PlanEntry | None
+    identity: IdentityEntry
+    trained: str | None
+    training: TrainingEntry | None
+    conclusion: dict[str, object] | None
     cannot_run: dict[str, str]
     not_measured: dict[str, str]
     ppl_prefix: list[LengthRow]
@@ -204,6 +256,143 @@ class ModelEntry(TypedDict, total=False):
     vectors: list[VectorRow]
     offset_probe: list[OffsetRow]
     cost: list[CostRow]
+    ppl_compat: list[ProtocolRow]
+    pseudo_ppl: list[LengthRow]
+    longppl: LongPerplexity
+
+
+class SlidingEntry(ModelEntry, total=False):
+    """The control that model `of` reads by a sliding window."""
+
+    of: str
+    name: str
+    window: int
+    stride: int
+
+
+class NeedleChange(TypedDict):
+    """The passkeys found by a model and by the baseline."""
+
+    p: float
+    needles: int
+    before: int
+    after: int
+
+
+class Comparison(TypedDict, total=False):
+    """The differences of a model from the baseline; a metric that was not measured is missing."""
+
+    lengths: list[DifferenceRow]
+    passkey: NeedleChange
+    ruler_lite: list[KeptRow]
+
+
+class Protocol(TypedDict):
+    """How the documents were read."""
+
+    id: str
+    said: str
+
+
+class DataEntry(TypedDict, total=False):
+    """The documents."""
+
+    source: str
+    documents: int
+    digest: str
+    names: list[str]
+    protocol: Protocol
+    tokenizer: Mapping[str, object]
+
+
+class Provenance(TypedDict):
+    """When and by which command the results were made."""
+
+    command: str | None
+    date: str
+
+
+class HarnessCell(TypedDict):
+    """The score of one task of the evaluation harness at one length."""
+
+    score: float
+    stderr: float | None
+    questions: int | None
+
+
+class HarnessRow(TypedDict, total=False):
+    """The scores of one task and metric by column, with what is derived from them."""
+
+    task: str
+    metric: str
+    higher_is_better: bool | None
+    values: dict[str, HarnessCell]
+    effective_length: dict[str, int | None] | None
+    retention: dict[str, float | None] | None
+
+
+class HarnessTable(TypedDict, total=False):
+    """The scores of the evaluation harness; `kept`: whether a baseline's table was there to compare with."""
+
+    columns: list[str]
+    rows: list[HarnessRow]
+    kept: bool
+
+
+class HarnessSettings(TypedDict, total=False):
+    """The settings of `run_tasks` that the questions depend on."""
+
+    tasks: list[str]
+    lengths: list[int] | None
+    limit: int | None
+    num_fewshot: int | None
+    apply_chat_template: bool
+    fewshot_as_multiturn: bool
+    metadata: dict[str, object]
+
+
+class HarnessResults(TypedDict, total=False):
+    """What `run_tasks` returns; other keys, of the harness, are not listed."""
+
+    results: dict[str, dict[str, object]]
+    runs: dict[str, list[dict[str, object]]]
+    lengths: list[int]
+    longer: dict[str, int]
+    longest_input: int
+    table: HarnessTable
+    settings: HarnessSettings
+    base: HarnessResults
+
+
+class Results(TypedDict, total=False):
+    """What results.json holds."""
+
+    schema: int
+    kind: str
+    base: str
+    window: int
+    lengths: list[int]
+    metrics: list[str]
+    settings: dict[str, object]
+    data: DataEntry
+    made: Provenance
+    environment: dict[str, object]
+    notes: list[str]
+    models: dict[str, ModelEntry]
+    comparisons: dict[str, Comparison]
+    sliding: SlidingEntry | None
+    lm_eval: dict[str, HarnessTable]
+
+
+class Compared(TypedDict, total=False):
+    """The fields of a `Conclusion` that hold the measured difference."""
+
+    against: str
+    length: int
+    difference: float
+    low: float | None
+    high: float | None
+    p: float | None
 
 
 @dataclass(frozen=True)
@@ -232,12 +421,12 @@ class Conclusion:
     p: float | None = None
     inside: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the conclusion as JSON data."""
         return asdict(self)
 
 
-def conclude(results: Mapping[str, Any], name: str) -> Conclusion | None:
+def conclude(results: Results, name: str) -> Conclusion | None:
     """Return the conclusion about one model, or None if no perplexity of next tokens was measured.
 
     A swap is worth it if the model reads texts beyond the window at a lower perplexity than an unswapped model that
@@ -262,13 +451,20 @@ def conclude(results: Mapping[str, Any], name: str) -> Conclusion | None:
     return replace(_conclude(results, name), inside=inside_statement(results, name))
 
 
-def _conclude(results: Mapping[str, Any], name: str) -> Conclusion:
+def _conclude(results: Results, name: str) -> Conclusion:
     model, sliding = results["models"][name], results.get("sliding")
-    row = (model.get("against_sliding") or [None])[-1] if sliding else None
-    compared = {}
+    rows = model.get("against_sliding") if sliding else None
+    row = rows[-1] if rows else None
+    compared: Compared = {}
     if row is not None and sliding:
-        compared = {"against": f"the sliding window of {sliding['of']}", "p": row["p_holm"]}
-        compared |= {key: row[key] for key in ("length", "difference", "low", "high")}
+        compared = {
+            "against": f"the sliding window of {sliding['of']}",
+            "p": row["p_holm"],
+            "length": row["length"],
+            "difference": row["difference"],
+            "low": row["low"],
+            "high": row["high"],
+        }
     if model["plan"] is None:
         return _unswapped(results, name, row, compared)
     if row is None or not sliding:
@@ -290,15 +486,13 @@ def _conclude(results: Mapping[str, Any], name: str) -> Conclusion:
     if model.get("training") and not _controls(results):
         text = f"No verdict without a control: reads {measured}, but training alone may account for it."
         return Conclusion("no verdict", text, **compared)
-    inside = _inside_clause(model.get("short_reg"), results["base"])
-    verdict: Verdict = "worth it beyond the window" if inside else "worth it"
-    return Conclusion(verdict, f"{verdict.capitalize()}: {untrained}reads {measured}{inside}.", **compared)
+    clause = _inside_clause(model.get("short_reg"), results["base"])
+    verdict: Verdict = "worth it beyond the window" if clause else "worth it"
+    return Conclusion(verdict, f"{verdict.capitalize()}: {untrained}reads {measured}{clause}.", **compared)
 
 
-def _unswapped(
-    results: Mapping[str, Any], name: str, row: Mapping[str, Any] | None, compared: dict[str, Any]
-) -> Conclusion:
-    is_baseline = bool(results.get("sliding")) and results["sliding"]["of"] == name
+def _unswapped(results: Results, name: str, row: DifferenceRow | None, compared: Compared) -> Conclusion:
+    is_baseline = (results.get("sliding") or {}).get("of") == name
     verdict: Verdict = "baseline" if is_baseline else "not swapped"
     head = "Baseline" if is_baseline else "Not swapped"
     if row is not None:
@@ -312,18 +506,18 @@ def _unswapped(
     return Conclusion(verdict, f"{head}: {reason}.")
 
 
-def _multiple(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+def _multiple(row: DifferenceRow, results: Results) -> str:
     window = results["window"]
     return f"{row['length'] / window:.3g}x the window" if window else f"{row['length']:,} tokens"
 
 
-def _than(row: Mapping[str, Any], against: str) -> str:
+def _than(row: Change, against: str) -> str:
     interval = interval_text(row, "+.3f")
     interval = interval if interval == "no interval" else f"95 % interval {interval}"
     return f"{lower_or_higher(row['difference'])} than {against} ({row['difference']:+.3f} nats per token, {interval})"
 
 
-def _no_better(row: Mapping[str, Any], results: Mapping[str, Any], against: str) -> str:
+def _no_better(row: DifferenceRow, results: Results, against: str) -> str:
     if not _is_open(row):
         return f"reads {_multiple(row, results)} at {_than(row, against)}"
     interval = interval_text(row, "+.3f")
@@ -333,11 +527,11 @@ def _no_better(row: Mapping[str, Any], results: Mapping[str, Any], against: str)
     )
 
 
-def _is_open(row: Mapping[str, Any]) -> bool:
+def _is_open(row: DifferenceRow) -> bool:
     return row["p_holm"] is None or row["p_holm"] > SIGNIFICANT
 
 
-def _inside_clause(short: Mapping[str, Any] | None, base: str) -> str:
+def _inside_clause(short: ShortContext | None, base: str) -> str:
     """Return what limits the verdict inside the window; "" if the loss there was measured to be not worse."""
     loss = short["loss"] if short else None
     if loss is None:
@@ -345,14 +539,14 @@ def _inside_clause(short: Mapping[str, Any] | None, base: str) -> str:
     if loss["verdict"] == "not worse":
         return ""
     if loss["verdict"] == "no verdict":
-        return f"; inside the window there is no verdict: {loss['reason'].rstrip('.')}"
+        return f"; inside the window there is no verdict: {(loss['reason'] or '').rstrip('.')}"
     inside = f"; inside the window {lower_or_higher(loss['difference'])} than {base}"
     if loss["verdict"] == "worse":
         return f"{inside}, more than the allowed {percent(loss['margin'])}"
     return f"{inside}, and whether within the allowed {percent(loss['margin'])} is undecided"
 
 
-def inside_statement(results: Mapping[str, Any], name: str) -> str | None:
+def inside_statement(results: Results, name: str) -> str | None:
     """Return the difference inside the window and whether it stays within the margin; None if it was not measured.
 
     Example:
@@ -365,20 +559,20 @@ def inside_statement(results: Mapping[str, Any], name: str) -> str | None:
     if not short:
         return None
     loss, base = short["loss"], results["base"]
-    row = {"difference": loss["difference"], "low": loss["lower"], "high": loss["upper"]}
+    row: Change = {"difference": loss["difference"], "low": loss["lower"], "high": loss["upper"]}
     measured = f"Inside the window: {_than(row, base)}"
     if loss["verdict"] == "no verdict":
         return f"{measured}; no verdict: {loss['reason']}"
     rows = results["comparisons"].get(name, {}).get("lengths", [])
     p = next((row["p_holm"] for row in rows if row["length"] == short["length"]), None)
-    excludes_zero = loss["lower"] > 0 or loss["upper"] < 0
+    excludes_zero = (loss["lower"] or 0.0) > 0 or (loss["upper"] or 0.0) < 0
     significant = excludes_zero if p is None else p <= SIGNIFICANT
     answer = {"not worse": "yes", "worse": "no"}.get(loss["verdict"], loss["verdict"])
     certainty = "significant" if significant else "not significant"
     return f"{measured}, {certainty}; within the allowed {percent(loss['margin'])}: {answer}."
 
 
-def control_warnings(results: Mapping[str, Any]) -> list[str]:
+def control_warnings(results: Results) -> list[str]:
     """Return a warning for trained models that are compared without a control, or with one of another training length.
 
     Example:
@@ -387,7 +581,9 @@ def control_warnings(results: Mapping[str, Any]) -> list[str]:
         ['rope was trained, and no control was compared: the differences contain the effect of the training itself. Train the recipe control on as many tokens (4,096) of the same text, and compare it too.']
     """  # noqa: E501
     models = results["models"]
-    trained = {n: m["training"]["tokens"] for n, m in models.items() if m["plan"] is not None and m.get("training")}
+    trained = {
+        n: training["tokens"] for n, m in models.items() if m["plan"] is not None and (training := m.get("training"))
+    }
     controls = _controls(results)
     if not trained:
         return []
@@ -410,21 +606,22 @@ def control_warnings(results: Mapping[str, Any]) -> list[str]:
     return warnings
 
 
-def is_control_entry(name: str, model: Mapping[str, Any]) -> bool:
+def is_control_entry(name: str, model: ModelEntry) -> bool:
     """Return whether an entry of results.json is a control: unswapped, called "control" or trained by that recipe.
 
     Example:
         >>> is_control_entry("small/control", {"plan": None}), is_control_entry("control", {"plan": {}})
         (True, False)
     """
-    recipe = (model.get("training") or {}).get("recipe")
-    return model["plan"] is None and _CONTROL in (name.rpartition("/")[2], recipe)
+    training = model.get("training")
+    return model["plan"] is None and _CONTROL in (name.rpartition("/")[2], training and training.get("recipe"))
 
 
-def _controls(results: Mapping[str, Any]) -> dict[str, int | None]:
+def _controls(results: Results) -> dict[str, int | None]:
     """Return the number of training tokens of each control; None if it is not known."""
     models = results["models"]
-    return {n: (m.get("training") or {}).get("tokens") for n, m in models.items() if is_control_entry(n, m)}
+    trainings = {n: m.get("training") for n, m in models.items() if is_control_entry(n, m)}
+    return {n: training.get("tokens") if training else None for n, training in trainings.items()}
 
 
 def percent(nats: float) -> str:

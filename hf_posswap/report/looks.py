@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 from hf_posswap.plotting.styles import (
     BASE,
@@ -19,7 +17,7 @@ from hf_posswap.plotting.styles import (
     stroke_of,
     style_of,
 )
-from hf_posswap.report.conclusion import is_control_entry
+from hf_posswap.report.conclusion import ModelEntry, Results, SchemeEntry, is_control_entry
 from hf_posswap.report.markup import Markup, tag
 
 _DASH = "M-6,0H6"
@@ -39,7 +37,7 @@ def look(number: int) -> str:
     return f"c{number % len(STYLES)} {stroke_of(number)}".removesuffix(" solid")
 
 
-def model_numbers(results: Mapping[str, Any]) -> dict[str, int]:
+def model_numbers(results: Results) -> dict[str, int]:
     """Return the number of each model, which selects its style: that of its scheme, the base's, or the control's.
 
     A number is used once: of several models with the same scheme, the first has the scheme's number.
@@ -55,13 +53,13 @@ def model_numbers(results: Mapping[str, Any]) -> dict[str, int]:
     return dict(zip(models, numbers, strict=True))
 
 
-def _preferred_number(name: str, model: Mapping[str, Any]) -> int | None:
+def _preferred_number(name: str, model: ModelEntry) -> int | None:
     if model["plan"] is None:
         return CONTROL if is_control_entry(name, model) else BASE
     return scheme_number(scheme_name(model["plan"]["scheme"]))
 
 
-def scheme_name(scheme: Mapping[str, Any]) -> str:
+def scheme_name(scheme: SchemeEntry) -> str:
     """Return the name of a scheme; layers with one scheme and different fields count as that scheme.
 
     Example:

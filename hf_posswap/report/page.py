@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.report.conclusion import Results
 from hf_posswap.report.looks import document
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.report.sections import (
@@ -49,7 +49,7 @@ _SECTIONS = (
 )
 
 
-def write_html(results: dict[str, object], path: Path) -> None:
+def write_html(results: Results, path: Path) -> None:
     """Write the page of `results` to `path` atomically.
 
     Args:
@@ -63,7 +63,7 @@ def write_html(results: dict[str, object], path: Path) -> None:
     write_text(path, render_html(results))
 
 
-def render_html(results: dict[str, Any]) -> str:
+def render_html(results: Results) -> str:
     """Return the page of `results` with inline styles, script and data.
 
     Metrics that were not measured have no section.
@@ -108,14 +108,14 @@ def render_html(results: dict[str, Any]) -> str:
         ) from error
 
 
-def check_results(results: Any) -> None:
+def check_results(results: object) -> None:
     """Check that a report can be made from these results.
 
     Raises:
         DataError: the kind or schema is wrong, or entries are missing.
     """
     file_kind = results.get("kind") if isinstance(results, dict) else None
-    if file_kind != KIND:
+    if not isinstance(results, dict) or file_kind != KIND:
         raise DataError(f"a report needs the results.json of posswap eval or compare, got kind {file_kind!r}.")
     if results.get("schema") not in SCHEMAS:
         raise DataError(

@@ -13,13 +13,12 @@ from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
-from hf_posswap.report.conclusion import ModelEntry, NeedleCell, Needles, TaskCell, percent
+from hf_posswap.report.conclusion import HarnessRow, ModelEntry, NeedleCell, Needles, Results, TaskCell, percent
 from hf_posswap.report.looks import look, mark, model_numbers
 from hf_posswap.report.markup import Markup, tag
 from hf_posswap.report.tables import Cell, heat_maps, sortable
 from hf_posswap.report.words import differences_of, effective, far_change, finding, number, scores_by_length
 
-Results = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 _SLIDING_READS = (
     " The sliding window is the baseline without a longer reach: half-overlapping windows of the original size. A swap "
@@ -302,18 +301,18 @@ def harness(results: Results) -> Markup | None:
         "length: up to which every score is at least 0.856 (RULER), or 85 % of the score at the shortest length "
         "(NoLiMa)."
     )
-    table = sortable(["task", "metric", *titles, "RULER length", "NoLiMa length"], rows)
-    return section("harness", "Tasks of the harness", lead, table)
+    sorted_rows = sortable(["task", "metric", *titles, "RULER length", "NoLiMa length"], rows)
+    return section("harness", "Tasks of the harness", lead, sorted_rows)
 
 
-def _score(row: dict[str, Any], column: str, *, kept: bool) -> Cell:
+def _score(row: HarnessRow, column: str, *, kept: bool) -> Cell:
     cell, share = row["values"].get(column), (row.get("retention") or {}).get(column)
     if cell is None:
         return Cell("–")
     return Cell(number(cell["score"]), cell["score"], f"{share:.0f} % kept" if kept and share is not None else None)
 
 
-def _reached(row: dict[str, Any], criterion: str) -> Cell:
+def _reached(row: HarnessRow, criterion: str) -> Cell:
     effective = row["effective_length"]
     if effective is None:
         return Cell("–")
@@ -358,9 +357,9 @@ def protocols(results: Results) -> Markup | None:
         if model.get("longppl"):
             value = model["longppl"]["perplexity"]
             columns.setdefault("longppl", {})[index] = Cell(number(value), value)
-        for row in model.get("pseudo_ppl", []):
-            title = f"pseudo-perplexity, {row['length']:,} tokens"
-            columns.setdefault(title, {})[index] = Cell(number(row["perplexity"]), row["perplexity"])
+        for pseudo in model.get("pseudo_ppl", []):
+            title = f"pseudo-perplexity, {pseudo['length']:,} tokens"
+            columns.setdefault(title, {})[index] = Cell(number(pseudo["perplexity"]), pseudo["perplexity"])
     if not columns:
         return None
     numbers = model_numbers(results)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.conclusion import (
@@ -14,6 +13,7 @@ from hf_posswap.report.conclusion import (
     KeptRow,
     ModelEntry,
     Needles,
+    Results,
     RetrievalRow,
     ShortContext,
     ShortLoss,
@@ -25,7 +25,7 @@ from hf_posswap.report.conclusion import (
 )
 from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
 from hf_posswap.report.markup import Markup, join, tag
-from hf_posswap.report.sections import Results, section
+from hf_posswap.report.sections import section
 from hf_posswap.report.tables import Cell, sortable
 from hf_posswap.report.words import (
     TASKS_KEPT,
@@ -96,8 +96,8 @@ def _long(results: Results, model: ModelEntry) -> str | None:
 def _changes(results: Results, name: str) -> list[str]:
     """Return the model's differences from the base at the longest common length, and in needles."""
     comparison, base = results["comparisons"].get(name, {}), results["base"]
-    short = results["models"][name].get("short_reg") or {}
-    last = [row for row in comparison.get("lengths", [])[-1:] if row["length"] != short.get("length")]
+    short = results["models"][name].get("short_reg")
+    last = [row for row in comparison.get("lengths", [])[-1:] if row["length"] != (short and short.get("length"))]
     sentences = [length_change(row, base) for row in last]
     needles = comparison.get("passkey")
     if needles:
@@ -115,14 +115,14 @@ def _changes(results: Results, name: str) -> list[str]:
 
 def overview(results: Results) -> Markup | None:
     """Return the sortable table of the main numbers."""
-    models = with_tasks_kept(results)
+    models, with_kept = results["models"], with_tasks_kept(results)
     columns: list[tuple[str, list[Cell]]] = []
     if any(scores_by_length(model) for model in models.values()):
         lengths = [(f"{n:,} tokens", n) for n in results["lengths"]]
         columns += [(title, [_perplexity(model, n) for model in models.values()]) for title, n in lengths]
     for title, metric, write in _COLUMNS:
-        if any(model.get(metric) for model in models.values()):
-            cells = [write(model[metric]) if model.get(metric) else Cell("–") for model in models.values()]
+        if any(model.get(metric) for model in with_kept.values()):
+            cells = [write(model[metric]) if model.get(metric) else Cell("–") for model in with_kept.values()]
             columns.append((title, cells))
     if not columns:
         return None
@@ -135,7 +135,7 @@ def overview(results: Results) -> Markup | None:
     return section("overview", "All numbers at a glance", lead, sortable([title for title, _ in columns], rows))
 
 
-def _perplexity(model: Mapping[str, Any], length: int) -> Cell:
+def _perplexity(model: ModelEntry, length: int) -> Cell:
     row = next((row for row in scores_by_length(model) if row["length"] == length), None)
     if row is None:
         return Cell("–", None, model["cannot_run"].get(str(length)))

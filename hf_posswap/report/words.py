@@ -19,6 +19,7 @@ from hf_posswap.report.conclusion import (
     LengthRow,
     ModelEntry,
     Needles,
+    Results,
     RetrievalRow,
     Tasks,
     VectorRow,
@@ -31,7 +32,7 @@ from hf_posswap.utils.format import interval_text
 _LONGEST_NAME = 48
 
 
-def scores_by_length(model: Mapping[str, Any]) -> list[LengthRow]:
+def scores_by_length(model: ModelEntry) -> list[LengthRow]:
     """Return perplexity by length, of next tokens or of masked tokens; empty if it was not measured."""
     return model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
 
@@ -79,7 +80,7 @@ def length_change(row: DifferenceRow, base: str) -> str:
 TASKS_KEPT = "tasks kept"
 
 
-def with_tasks_kept(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def with_tasks_kept(results: Results) -> dict[str, Mapping[str, Any]]:
     """Return the models by name; those compared on tasks also hold the rows of the comparison, as `TASKS_KEPT`."""
     comparisons = results.get("comparisons", {})
     compared = {name: rows["ruler_lite"] for name, rows in comparisons.items() if rows.get("ruler_lite")}
@@ -174,13 +175,13 @@ def near_said(rows: Sequence[VectorRow]) -> str:
     return f"Cosine of its vectors to the base's: {', '.join([f'{values[0]} tokens', *values[1:]])}."
 
 
-def own_gaps(results: dict[str, object], model: ModelEntry) -> list[tuple[str, str]]:
+def own_gaps(results: Results, model: ModelEntry) -> list[tuple[str, str]]:
     """Return the metrics that were not measured on `model` and why, without those of `common_gaps`."""
     common = common_gaps(results)
     return [gap for gap in model["not_measured"].items() if gap not in common]
 
 
-def common_gaps(results: dict[str, Any]) -> list[tuple[str, str]]:
+def common_gaps(results: Results) -> list[tuple[str, str]]:
     """Return the metrics that were not measured on any model for the same reason, and that reason."""
     first, *others = results["models"].values()
     gaps = list(first["not_measured"].items())
@@ -226,7 +227,7 @@ class Differences:
     rows: dict[str, list[DifferenceRow]]
 
 
-def differences_of(results: Mapping[str, Any]) -> Differences | None:
+def differences_of(results: Results) -> Differences | None:
     """Return the differences from the sliding window, or without one from the baseline model; None: there are none.
 
     Up to the window a sliding window reads what its model reads, so there it is the difference from that model.
@@ -254,7 +255,7 @@ def differences_of(results: Mapping[str, Any]) -> Differences | None:
     return Differences(f"the sliding window of {owner}" if sliding else base, rows)
 
 
-def finding(results: Mapping[str, Any]) -> str:
+def finding(results: Results) -> str:
     """Return the finding in the differences as a title: the best swap that is worth it, or that none is.
 
     Example:

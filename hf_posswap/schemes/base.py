@@ -180,7 +180,7 @@ class Scheme:
             raise SchemeError(f"{self.name}: {field} is still open (None): call resolve(geometry, max_length) first.")
         return value
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the scheme as JSON: its name and every field.
 
         Example:
@@ -400,7 +400,7 @@ def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
     return {name: cls for name, cls in SCHEMES.items() if inputs in cls.inputs}
 
 
-def names_one_scheme(scheme: Mapping[Any, Any]) -> bool:
+def names_one_scheme(scheme: Mapping[str, object]) -> bool:
     """Return whether a mapping is one scheme: what `Scheme.to_dict` gave, or `rope_parameters` of transformers."""
     return "name" in scheme or isinstance(scheme.get("rope_type", scheme.get("type")), str)
 

@@ -176,11 +176,11 @@ class StretchedBase(ScaledRotary):
             )
         return resolved
 
-    def growth(self, length: Any) -> Any:
+    def growth(self, length: object) -> Any:
         """Return g, a number or a tensor as `length` is, for sequences of `length` tokens."""
         raise NotImplementedError
 
-    def stretched(self, growth: Any, dim: int) -> Any:
+    def stretched(self, growth: float | Tensor, dim: int) -> Any:
         """Return b', a number or a tensor as `growth` is."""
         return self.filled("base") * growth ** (dim / (dim - 2))
 
@@ -201,7 +201,7 @@ class NTK(StretchedBase):
     summary: ClassVar[str] = "NTK-aware: a larger base, chosen from the factor"
     source: ClassVar[str] = "https://arxiv.org/abs/2309.00071"
 
-    def growth(self, length: Any) -> Any:
+    def growth(self, length: object) -> Any:
         return self.filled("factor")
 
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -271,7 +271,7 @@ class Dynamic(DynamicRope, StretchedBase):
     def bucket_length(self, bucket: int) -> int:
         return self.filled("original_length") + bucket * self.filled("step")
 
-    def growth(self, length: Any) -> Any:
+    def growth(self, length: object) -> Any:
         original = self.filled("original_length")
         # equal to s l/L - (s - 1), without the cancellation that would lose float32 precision
         return 1 + self.filled("factor") * (length - original) / original

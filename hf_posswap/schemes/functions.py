@@ -370,7 +370,9 @@ def _is_redefinition(registered: type, function: Function) -> bool:
     return (registered.__module__, registered.__qualname__) == (function.__module__, function.__qualname__)
 
 
-def _parameters(name: str, function: Function, base: Any) -> tuple[tuple[str, ...], dict[str, tuple[object, object]]]:
+def _parameters(
+    name: str, function: Function, base: type[FunctionBias]
+) -> tuple[tuple[str, ...], dict[str, tuple[object, object]]]:
     """Return the positional parameters of a function, and type and default of its keyword-only ones."""
     decorator, argument_names, fields = base.decorator, [], {}
     hints = _hints(name, function)

@@ -153,7 +153,7 @@ class PerLayer(Layered):
         default = self.default and self.default.resolve(geometry, max_length)
         return dataclasses.replace(self, layers=layers, default=default)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         layers = {str(layer): scheme.to_dict() for layer, scheme in self.layers}
         return {"name": self.name, "layers": layers, "default": self.default and self.default.to_dict()}
 

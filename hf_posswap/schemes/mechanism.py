@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.kernels.merge import Region
 from hf_posswap.kernels.piecewise_bias import PiecewiseBias
 from hf_posswap.schemes.common.piece import Keys, Piece
+
+if TYPE_CHECKING:
+    from hf_posswap.rope_math import CosSin
 
 _OWNERS: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
@@ -111,7 +114,7 @@ class Mechanism(nn.Module):
         """Return the mechanism of attention layer `layer`, counted from 0: this one, if all layers share it."""
         return self
 
-    def prepare(self, positions: Tensor, length: Tensor) -> Any:
+    def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
         """Return what `rotate_query` and `rotate_key` need for tokens at `positions` [B or 1, Q]: usually cos and sin.
 
         Args:
@@ -120,7 +123,7 @@ class Mechanism(nn.Module):
         """
         raise NotImplementedError
 
-    def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
+    def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
         """Return `query` [B, H, Q, D] rotated."""
         raise NotImplementedError
 
@@ -149,7 +152,7 @@ class Mechanism(nn.Module):
         """Return what multiplies the queries at [B or 1, Q]: [B or 1, Q] or, by head, [B or 1, H, Q]; float32."""
         raise NotImplementedError
 
-    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Tensor, window: int | None) -> None:
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: Tensor | None, window: int | None) -> None:
         """Observe the inputs of the scores before a bias is added: scaling q k; None scales by 1/sqrt(D).
 
         Args:

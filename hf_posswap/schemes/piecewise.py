@@ -141,7 +141,7 @@ class PiecewiseMechanism(RotaryMechanism):
             return self._turn(self.scheme.cached_key(positions))
         return tuple(self._turn(key(positions)) for key in _key_positions(self.scheme.region_positions()))
 
-    def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
+    def rotate_query(self, query: Tensor, prepared: object) -> Tensor:
         return query  # each piece rotates it itself
 
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:

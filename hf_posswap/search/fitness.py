@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class Interrupts:
             self.check()
 
 
-def leading_documents(texts: Any, tokenizer: PreTrainedTokenizerBase | None, length: int) -> np.ndarray:
+def leading_documents(texts: object, tokenizer: PreTrainedTokenizerBase | None, length: int) -> np.ndarray:
     """Return the first `length` tokens of each of `texts`, int32 [N, length].
 
     Args:

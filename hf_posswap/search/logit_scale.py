@@ -15,6 +15,7 @@ import numpy as np
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.evaluation import measure_losses
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.tools.scheme_values import logit_scale_of, set_logit_scale
@@ -65,7 +66,7 @@ class LogitScaleFit(ResultView):
 @alone(parameters=False)
 def fit_logit_scale(
     model: PreTrainedModel,
-    texts: Any,
+    texts: object,
     length: int,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -109,7 +110,8 @@ def fit_logit_scale(
     reporter = reporter_for(progress)
     before = logit_scale_of(model)
     target = unwrap(model)
-    original = target._posswap.plan.scheme.original_length
+    scheme: Any = applied_swap(target).plan.scheme
+    original = scheme.original_length
     checks.length(OWNER, "length", length)
     if length <= original:
         raise SchemeError(f"{OWNER}: length must exceed the original {original} tokens, where nothing is scaled.")

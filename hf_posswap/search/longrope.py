@@ -101,7 +101,7 @@ class LongRopeSearch(ResultView):
             ("scheme", str(self.scheme)),
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the result as JSON data."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         return values | {"scheme": self.scheme.to_dict()}
@@ -204,7 +204,7 @@ def progress_bar(total: int, done: int, reporter: Reporter | None) -> Iterator[T
 @alone()
 def search_longrope(
     model: PreTrainedModel,
-    texts: Any,
+    texts: object,
     factor: float,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_posswap.errors import DataError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.geometry import Geometry
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.sites.attention.edits import AddMechanism
@@ -143,7 +144,11 @@ def score_profiles(
 
 
 def read_watched(
-    model: Any, others: Mechanism, inside: dict[int, Mechanism], geometry: Geometry, rows: Sequence[np.ndarray]
+    model: PreTrainedModel,
+    others: Mechanism,
+    inside: dict[int, Mechanism],
+    geometry: Geometry,
+    rows: Sequence[np.ndarray],
 ) -> None:
     """Run the swapped `model` on each of `rows` from its start, with other mechanisms inside its attention.
 
@@ -157,7 +162,7 @@ def read_watched(
     Raises:
         UnsupportedSwapError: watched layers run more than once in a forward, or not at all.
     """
-    path = next(edit.path for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
+    path = next(edit.path for edit in applied_swap(model).plan.edits if isinstance(edit, AddMechanism))
     original = model.get_submodule(path)
     with evaluating(model), torch.no_grad():
         try:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -157,7 +158,7 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
     pairs = _pairs(target, sites)
     table = watch_table(base, geometry, rows)
     del base
-    longest, reach = max(map(len, rows)), target._posswap.plan.max_length
+    longest, reach = max(map(len, rows)), applied_swap(target).plan.max_length
     waves = [_Waves.of(scheme, geometry, watch, longest, reach) for watch in table]
     inverses = {
         watch.reach: inverse_of_distances(layer_waves.near, rows)
@@ -179,7 +180,7 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
             for projection, values in zip(pair, original_values, strict=True):
                 projection.write(*values)
         raise
-    target._posswap.fitted = True
+    applied_swap(target).fitted = True
     explained, dropped = zip(*layer_fits, strict=True)
     return RotationFit(tuple(map(tuple, explained)), tuple(map(tuple, dropped)))
 
@@ -251,11 +252,12 @@ class _StateWatch(LayerWatch):
         self.scaling = scaling
 
 
-def _states(model: Any, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
+def _states(model: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
     """Return the unrotated queries and keys of layer `layer` for each text; the layers before it rotate."""
     watch = _StateWatch(causal=geometry.causal)
-    path = next(edit.path for edit in model._posswap.plan.edits if isinstance(edit, AddMechanism))
-    read_watched(model, model.get_submodule(path), {layer: watch}, geometry, rows)
+    path = next(edit.path for edit in applied_swap(model).plan.edits if isinstance(edit, AddMechanism))
+    mechanism: Any = model.get_submodule(path)
+    read_watched(model, mechanism, {layer: watch}, geometry, rows)
     return watch
 
 

@@ -222,7 +222,7 @@ class Report(ResultView):
         """Whether no check failed."""
         return not self.failed
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as JSON data."""
         checks = [dict(vars(check)) for check in self.checks]
         return {"ok": self.ok, "versions": self.versions, "seconds": round(self.seconds, 1), "checks": checks}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.record import native_config_class
 from hf_posswap.patching.record.refusals import architecture_of, stock_name
 from hf_posswap.testing.tiny import tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 OLDEST, NEWEST = (0, 32), (0, 32)
 """Tested releases, (major, minor)."""
@@ -50,7 +53,7 @@ _IDS = torch.arange(8)[None]  # [1, L]
 _CLOSE = 1e-4
 
 
-def head_name(model_class: Any) -> str:
+def head_name(model_class: type[PreTrainedModel]) -> str:
     """Return the name of the head in checkpoints of `model_class`: "lm_head", or "embed_out" in GPT-NeoX.
 
     Example:
@@ -63,7 +66,7 @@ def head_name(model_class: Any) -> str:
     return next(path for path, module in model.named_modules() if module is head)
 
 
-def head_problem(model_class: Any, config: Any) -> str | None:
+def head_problem(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """Return why vLLM's head would not give the logits of `model_class`, as the rest of a sentence, or None.
 
     vLLM multiplies the output of the base model by the head's weights and by `logit_scale`, and applies soft-capping;
@@ -95,7 +98,7 @@ def install_guard() -> None:
         return
 
     @functools.wraps(native)
-    def verify(self: Any) -> Any:
+    def verify(self: VllmConfig) -> object:
         if self.model_config is not None:
             refuse_unservable(self, vllm.__version__)
         return native(self)
@@ -118,7 +121,7 @@ def refuse_unservable(vllm_config: Any, version: str) -> None:
     config = model.hf_config
     if getattr(config, "posswap", None) is None:
         return
-    config_class: Any = type(config)
+    config_class = type(config)
     if native_config_class(config) is config_class:
         _refuse_native(model, config)
         return
@@ -133,7 +136,7 @@ def refuse_unservable(vllm_config: Any, version: str) -> None:
         )
 
 
-def _refuse_native(model: Any, config: Any) -> None:
+def _refuse_native(model: PreTrainedConfig, config: PreTrainedConfig) -> None:
     """Refuse a checkpoint that stock transformers runs, whose rotation vLLM would compute wrongly."""
     try:
         position_config = position_config_of(config)

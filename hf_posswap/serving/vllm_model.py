@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION, attention_function, register_attention_function
 from hf_posswap.compat.transformers_loading import ignore_on_load, ignored_on_load
 from hf_posswap.errors import CheckpointError, ModelInUseError, SwapVerificationError, UnsupportedSwapError
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.inspect.describe import model_class_of
 from hf_posswap.patching.inspect.paged import needs_own_attention, slopes_of
 from hf_posswap.patching.record.model_class import MARKED, native_class
@@ -25,6 +26,11 @@ from hf_posswap.patching.sites.attention.function import ConfigView
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.serving.guard import HEAD_NAME, head_name
 from hf_posswap.serving.paged_attention import LayerSettings, PagedBatch, attend_paged, stored_keys, write_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from vllm.model_executor.models.utils import WeightsMapper
+    from vllm.v1.attention.backend import CommonAttentionMetadata
 
 SERVED = "posswap_vllm"
 """The registered name of the attention of served models."""
@@ -38,7 +44,7 @@ class ServedView(ConfigView):
 
 
 def served_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Apply the scheme of `module` to q [1, H, T, D] and k [1, G, T, D], then call vLLM's attention.
 
@@ -87,18 +93,18 @@ def patched(model: nn.Module) -> list[Any]:
 class ServedSwap:
     """Mixin for a class of vLLM's Transformers backend whose `self.model` is a swapped base model."""
 
-    model: Any
+    model: PreTrainedModel
     config: Any
-    hf_to_vllm_mapper: Any
+    hf_to_vllm_mapper: WeightsMapper
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if type(self.model).__call__ is not nn.Module.__call__:
             raise ModelInUseError(
                 f"vLLM has compiled {type(self.model).__name__} for another model of this process, past the hooks that "
                 "a swapped one needs: serve it in a separate process."
             )
-        for edit in self.model._posswap.plan.edits:
+        for edit in applied_swap(self.model).plan.edits:
             problem = edit.check(self.model)
             if problem is not None:
                 raise SwapVerificationError(f"vLLM changed a swapped model while loading it: {edit.path}: {problem}.")
@@ -122,11 +128,11 @@ class ServedSwap:
             super().recursive_replace()  # type: ignore[misc]
         serve_attention(self.model)
 
-    def _get_attn_cls(self) -> Any:
+    def _get_attn_cls(self) -> object:
         native = super()._get_attn_cls()  # type: ignore[misc]
         mechanisms = dict(_mechanisms(self.model))
 
-        def attention(*, prefix: str, **kwargs: Any) -> Any:
+        def attention(*, prefix: str, **kwargs: object) -> Any:
             mechanism = next((found for path, found in mechanisms.items() if f"model.{path}." in prefix), None)
             if mechanism is not None and needs_own_attention(mechanism):
                 return native(prefix=prefix, attn_backend=scheme_backend(), mechanism=mechanism, **kwargs)
@@ -167,14 +173,14 @@ class ServedSwap:
 
 def _mechanisms(model: Any) -> Iterator[tuple[str, Mechanism]]:
     """Yield the path of each attention module that the swap of `model` patched, and its mechanism in the model."""
-    for edit in model._posswap.plan.edits:
+    for edit in applied_swap(model).plan.edits:
         if isinstance(edit, PatchAttention):
-            mechanism: Any = model.get_submodule(edit.carried)
+            mechanism = model.get_submodule(edit.carried)
             yield edit.path, mechanism.for_layer(edit.layer)
 
 
 @functools.cache
-def _model_class() -> Any:
+def _model_class() -> type:
     from vllm.model_executor.models.transformers import TransformersForCausalLM
 
     return type("PosswapForCausalLM", (ServedSwap, TransformersForCausalLM), {"__module__": __name__})
@@ -186,7 +192,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _ignore_exactly(model: Any) -> None:
+def _ignore_exactly(model: PreTrainedModel) -> None:
     """Restrict patterns of ignored weights so that they match no weight of `model`: GPT-2's attn.bias, c_attn.bias."""
     names = [name for name, _ in model.named_parameters()]
     patterns = ignored_on_load(model)
@@ -196,7 +202,7 @@ def _ignore_exactly(model: Any) -> None:
     )
 
 
-def _as_built(model: Any, head: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _as_built(model: nn.Module, head: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a swapped checkpoint in the shapes of `model`, and those of the `head` by vLLM's name.
 
     Buffers are loaded here, because vLLM does not load them.
@@ -268,7 +274,7 @@ class SchemeAttention:
 
     def forward(
         self,
-        layer: Any,
+        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -289,7 +295,7 @@ class SchemeAttention:
         return output
 
 
-def batch_of(metadata: Any) -> PagedBatch:
+def batch_of(metadata: CommonAttentionMetadata) -> PagedBatch:
     """Return the requests of a forward, as vLLM's `CommonAttentionMetadata` has them.
 
     Raises:
@@ -307,17 +313,17 @@ def batch_of(metadata: Any) -> PagedBatch:
 
 
 @functools.cache
-def scheme_backend() -> Any:
+def scheme_backend() -> type:
     """Return the backend, a class of vLLM."""
     from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
     class Builder(AttentionMetadataBuilder):
         """Reads the requests of each forward."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
 
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
+        def build(self, common_prefix_len: int, common_attn_metadata: object, fast_build: bool = False) -> PagedBatch:
             return batch_of(common_attn_metadata)
 
     implementation = type("SchemeAttentionImpl", (SchemeAttention, AttentionImpl), {"__module__": __name__})
@@ -333,11 +339,11 @@ def scheme_backend() -> Any:
             return BACKEND
 
         @staticmethod
-        def get_impl_cls() -> Any:
+        def get_impl_cls() -> type:
             return implementation
 
         @staticmethod
-        def get_builder_cls() -> Any:
+        def get_builder_cls() -> type:
             return Builder
 
         @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,7 +111,7 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _first(values: dict[str, Any], name: str, config: PreTrainedConfig) -> int:
+def _first(values: Mapping[str, object], name: str, config: PreTrainedConfig) -> int:
     value = values.get(name, getattr(config, name, None))
     return value if isinstance(value, int) else 0
 
@@ -127,7 +127,7 @@ def _cut_ids(value: object) -> object:
     return 3 if type(value) is int and value >= TINY_VOCABULARY else value
 
 
-def _sizes_at(name: str, small: dict[str, Any], values: dict[str, Any]) -> list[int]:
+def _sizes_at(name: str, small: dict[str, object], values: Mapping[str, object]) -> list[int]:
     sizes = small.get(name, values.get(name))
     return sizes if isinstance(sizes, list) and _are_sizes(sizes) else []
 
@@ -155,7 +155,7 @@ def _cut_layers(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, o
     )  # the last ones take the keys of earlier ones of their kind
     if len(indices) == 1 or sharing:
         indices *= 2
-    cut: dict[str, Any] = {name: [value[index] for index in indices] for name, value in listed.items()}
+    cut: dict[str, object] = {name: [value[index] for index in indices] for name, value in listed.items()}
     if sharing:
         cut["num_kv_shared_layers"] = len(indices) // 2
     for name in _DEPTHS:
@@ -166,7 +166,7 @@ def _cut_layers(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, o
 
 def _cut_rope(rope: dict[str, Any], ratio: float) -> dict[str, object]:
     """Return rope parameters, of one or of several layer types, for heads of `ratio` times the width."""
-    cut: dict[str, Any] = {}
+    cut: dict[str, object] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
             cut[name] = _cut_rope(value, ratio)

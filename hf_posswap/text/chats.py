@@ -211,7 +211,7 @@ class ChatEncoder:
             ) from error
         return list(rendered["input_ids"]), rendered["assistant_masks"] if mask else None
 
-    def _assistant_by_prefix(self, chat: Chat, messages: list[dict[str, Any]], ids: list[int]) -> np.ndarray:
+    def _assistant_by_prefix(self, chat: Chat, messages: list[dict[str, object]], ids: list[int]) -> np.ndarray:
         """Return which of `ids` the assistant writes: those that its message adds to the messages before it."""
         counted = np.zeros(len(ids), dtype=bool)
         for number in (number for number, message in enumerate(messages) if message["role"] == _ASSISTANT):
@@ -234,7 +234,7 @@ class ChatEncoder:
             counted[len(before) : len(after)] = True
         return counted
 
-    def _check_mask(self, chat: Chat, messages: list[dict[str, Any]], ids: list[int], counted: np.ndarray) -> None:
+    def _check_mask(self, chat: Chat, messages: list[dict[str, object]], ids: list[int], counted: np.ndarray) -> None:
         """Refuse an answer without a counted token, and note an end of turn that is not counted."""
         if counted.any():
             end = int(counted.nonzero()[0][-1]) + 1

@@ -18,7 +18,16 @@ from hf_posswap.training.head import BodyAndHead, inner_model, run_body_and_head
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.autograd.function import FunctionCtx
     from transformers import PreTrainedModel
+
+    class _Context(FunctionCtx):
+        """What the forward keeps for the backward."""
+
+        saved_tensors: tuple[Tensor, ...]
+        has_states: bool
+        dtypes: list[torch.dtype]
+
 
 IGNORED = -100
 ChunkLoss = Callable[[Tensor, slice], Tensor]
@@ -177,7 +186,7 @@ class _SumInChunks(torch.autograd.Function):
     """The sum of a loss over chunks, whose gradients are computed in the forward, one chunk's graph at a time."""
 
     @staticmethod
-    def forward(ctx: Any, loss: ChunkLoss, states: Tensor, chunk: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx: _Context, loss: ChunkLoss, states: Tensor, chunk: int, *parameters: Tensor) -> Tensor:
         total = torch.zeros((), device=states.device)
         needs_grad = states.requires_grad
         states_grad = torch.empty_like(states) if needs_grad else None  # [N, E]
@@ -200,7 +209,7 @@ class _SumInChunks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *outer: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         states_grad = saved.pop(0) if ctx.has_states else None
         scaled = None if states_grad is None else states_grad * outer[0].to(states_grad.dtype)

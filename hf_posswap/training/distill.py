@@ -43,7 +43,15 @@ from hf_posswap.training.head import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.autograd.function import FunctionCtx
     from transformers import PreTrainedModel
+
+    class _Context(FunctionCtx):
+        """What the forward keeps for the backward."""
+
+        saved_tensors: tuple[Tensor, ...]
+        needs_input_grad: tuple[bool, ...]
+
 
 RECORDER = "posswap_relations"
 _MOST_SCORES = 2**24
@@ -176,7 +184,7 @@ class _Divergence(torch.autograd.Function):
     """The sum over rows of the mean over heads of KL(teacher || student), with its gradient from the same pass."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, rows: Tensor, begins: Tensor) -> Tensor:
+    def forward(ctx: _Context, student: Tensor, teacher: Tensor, rows: Tensor, begins: Tensor) -> Tensor:
         batch, heads, length, _ = student.shape
         ours, theirs = student.float(), teacher.float()
         gradient = torch.zeros_like(ours) if ctx.needs_input_grad[0] else None
@@ -205,7 +213,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, outer: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * outer.to(gradient.dtype), None, None, None
 
@@ -400,7 +408,7 @@ class _StateDistance(torch.autograd.Function):
     """The distance of one layer's states; between forward and backward it holds nothing that is not held already."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, target: Tensor, row: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: _Context, states: Tensor, target: Tensor, row: Tensor, index: Tensor) -> Tensor:
         wanted = target.float()
         variance = (wanted - wanted.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
         ctx.save_for_backward(states, target, row, index, variance)
@@ -408,7 +416,7 @@ class _StateDistance(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         states, target, row, index, variance = ctx.saved_tensors
         apart = (states[row, index].float() - target.float()).mul_(2 * grad / variance)
         to_states = torch.zeros_like(states)
@@ -479,7 +487,7 @@ class _MixedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, targets: Tensor, weight: float, temperature: float
+        ctx: _Context, student: Tensor, teacher: Tensor, targets: Tensor, weight: float, temperature: float
     ) -> Tensor:
         wide = torch.promote_types(student.dtype, torch.float32)
         softened = 1.0 / temperature
@@ -501,6 +509,6 @@ class _MixedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad.to(gradient.dtype), None, None, None, None

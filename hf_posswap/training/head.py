@@ -21,6 +21,8 @@ from hf_posswap.errors import DataError, UnsupportedModelError
 from hf_posswap.patching.plan.plan_swap import unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
@@ -351,7 +353,7 @@ def sliding_states(
     return BodyAndHead(outputs[0], apart.head, outputs[1:])
 
 
-def document_begins(inputs: dict[str, Any]) -> Tensor:
+def document_begins(inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the index at which the document of each token begins, int64 [B, L].
 
     Args:

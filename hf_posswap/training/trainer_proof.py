@@ -22,6 +22,7 @@ from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.compat.peft_wrappers import weights_without_adapters
 from hf_posswap.compat.torch_modules import kind_of_wrapper
 from hf_posswap.errors import CheckpointError, PositionRangeError, SwapVerificationError
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.preconditions import with_native
@@ -68,14 +69,14 @@ def is_sharded(model: PreTrainedModel) -> bool:
     )
 
 
-def check_scheme(model: Any, expected: Scheme) -> None:
+def check_scheme(model: PreTrainedModel, expected: Scheme) -> None:
     """Check that the scheme in force in a swapped `model` is `expected`, in every field that `expected` sets.
 
     Raises:
         SwapVerificationError: it is another one; names the fields.
         SchemeError: `expected` is only a part of a scheme.
     """
-    plan: SwapPlan = model._posswap.plan
+    plan: SwapPlan = applied_swap(model).plan
     for stack, scheme in plan.schemes.items():
         wanted = with_native(model, plan.sites.stack(stack), expected)
         differing = {} if type(scheme) is not type(wanted) else _differing(scheme, wanted)
@@ -279,7 +280,7 @@ class SequenceWatch:
         self._named = "" if plan is None else plan.named
         self._handle: Any = None
         self._model: ref[object] | None = None
-        self._training: Any = None
+        self._training: object = None
 
     def attach(self, model: PreTrainedModel, outer: nn.Module, training: object) -> None:
         """Watch a model, and end what an earlier training left: an exception in a step, or Ctrl-C, tells no callback.

@@ -168,7 +168,7 @@ def _take_place(new: Path, path: Path, aside: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange two folders atomically, and return whether the system supports that."""
-    system: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    system: object = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
     names = os.fsencode(first), os.fsencode(second)
     if sys.platform == "linux" and hasattr(system, "renameat2"):
         failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)

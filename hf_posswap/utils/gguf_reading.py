@@ -496,7 +496,7 @@ def _lists(short: list[float], long: list[float], original: int, attention: floa
     }
 
 
-def _yarn(keys: dict[str, Any], factor: float, original: int, attention: float) -> dict[str, object]:
+def _yarn(keys: dict[str, float], factor: float, original: int, attention: float) -> dict[str, object]:
     """Return YaRN: llama.cpp multiplies cos and sin by 0.1 ln s + 1 times the factor of the file."""
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):

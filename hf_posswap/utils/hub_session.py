@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache, wraps
-from typing import Any, TypeVar, cast
+from types import ModuleType
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from hf_posswap.errors import PosswapError
@@ -36,6 +37,7 @@ FLOOR, WINDOW = 1024, 20.0
 _POLL = 1.0
 _DEEP = 200  # brackets, below which no answer can be nested too deeply to be read
 Reader = TypeVar("Reader", bound=Callable[..., Any])
+T = TypeVar("T")
 _RETRIED = (429, 500, 502, 503, 504)
 _TRIES = 4
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
@@ -48,11 +50,47 @@ _PAGES = 1000
 _LIBRARIES = ("httpx", "httpx2")
 
 
+class _Address(Protocol):
+    """Where a request goes."""
+
+    host: str
+    path: str
+
+
+class _Request(Protocol):
+    """A request of the client, as far as it is looked at here."""
+
+    method: str
+    url: _Address
+    stream: Iterable[bytes]
+    extensions: Mapping[str, Any]
+    content: bytes | None
+
+
+class _Response(Protocol):
+    """The response to a request, as far as it is looked at here."""
+
+    status_code: int
+    headers: Mapping[str, str]
+    request: _Request
+    stream: Iterable[bytes]
+    iter_bytes: Callable[..., Iterator[bytes]]
+    read: Callable[[], bytes]
+    close: Callable[[], None]
+
+
+class _ObservedStream(Protocol):
+    """An instance of what `observed_stream` returns."""
+
+    stream: Iterable[bytes]
+    observe: Callable[[int, float], None]
+
+
 class BadAnswerError(Exception):
     """An answer goes beyond a bound; the message says which, after the name of the server."""
 
 
-def call_in_time(work: Callable[[], object], left: Callable[[], float]) -> Any:
+def call_in_time(work: Callable[[], T], left: Callable[[], float]) -> T:
     """Return what `work` returns, or raise what it raises, if that comes while time is left.
 
     It runs in a separate thread, because a server that sends a byte now and then keeps a client waiting inside one
@@ -91,7 +129,7 @@ def call_in_time(work: Callable[[], object], left: Callable[[], float]) -> Any:
     return outcome["value"]
 
 
-def read_answer(response: Any) -> Any:
+def read_answer(response: _Response) -> _Response:
     """Return `response` with its content read, unless that is too large or nested too deeply.
 
     Raises:
@@ -145,16 +183,16 @@ class Flow:
 
 
 @cache
-def observed_stream(library: Any) -> Callable[..., object]:
+def observed_stream(library: ModuleType) -> Callable[..., Iterable[bytes]]:
     """Return a class of streams that call, with each piece, `observe(its bytes, the seconds until it came)`.
 
     At their end they call `observe(0, ...)`.
     """
 
-    def __init__(self: Any, stream: Any, observe: Callable[[int, float], None]) -> None:
+    def __init__(self: _ObservedStream, stream: Iterable[bytes], observe: Callable[[int, float], None]) -> None:
         self.stream, self.observe = stream, observe
 
-    def __iter__(self: Any) -> Iterator[bytes]:
+    def __iter__(self: _ObservedStream) -> Iterator[bytes]:
         began = time.monotonic()
         for piece in self.stream:
             self.observe(len(piece), time.monotonic() - began)
@@ -162,7 +200,7 @@ def observed_stream(library: Any) -> Callable[..., object]:
             began = time.monotonic()
         self.observe(0, time.monotonic() - began)
 
-    def close(self: Any) -> None:
+    def close(self: _ObservedStream) -> None:
         if hasattr(self.stream, "close"):
             self.stream.close()
 
@@ -170,7 +208,7 @@ def observed_stream(library: Any) -> Callable[..., object]:
     return type("ObservedStream", (library.SyncByteStream,), body)
 
 
-def retry_after(headers: Any) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that a server asks to wait, as a number, as a date, or as the rest of a rate's window.
 
     Anything else counts as no request to wait.
@@ -223,7 +261,7 @@ class HubSession:
         self._end = max(self._end, time.monotonic() + seconds)
         self._unreachable.clear()
 
-    def send(self, send: Callable[..., object], request: Any, **how: Any) -> Any:
+    def send(self, send: Callable[..., _Response], request: _Request, **how: Any) -> _Response:
         """Return the response to `request`, tried again where that may help; `send` is the client's own.
 
         Raises:
@@ -240,7 +278,7 @@ class HubSession:
             last = tries >= _TRIES
             self.commit_sent = self.commit_sent or commit
             try:
-                response = self._send_once(send, request, body, **how)
+                response: Any = self._send_once(send, request, body, **how)
             except _library(request).TransportError as error:
                 wait = self._wait_after(error, request, last=last or commit, number=number)
                 if rewound_by_client:
@@ -260,8 +298,14 @@ class HubSession:
         raise AssertionError("the last try returns or raises")
 
     def _send_once(
-        self, send: Callable[..., object], request: Any, body: Any, *, stream: bool = False, **how: Any
-    ) -> Any:
+        self,
+        send: Callable[..., _Response],
+        request: _Request,
+        body: Iterable[bytes],
+        *,
+        stream: bool = False,
+        **how: object,
+    ) -> _Response:
         host = request.url.host
         if host in self._unreachable:
             raise _unreachable(self._unreachable[host])
@@ -297,11 +341,11 @@ class HubSession:
             response.stream = observed_stream(_library(request))(response.stream, self._observe_download(host))
         return response
 
-    def _limit(self, request: Any) -> float:
+    def _limit(self, request: _Request) -> float:
         """Return the seconds from the end of `request` until its answer is whole, or of a download, its beginning."""
         return min(_ANSWER, max(self._patience, 0.0) + _USUAL) if _is_question(request) else _WORK
 
-    def _count(self, request: Any) -> None:
+    def _count(self, request: _Request) -> None:
         """Refuse to ask for page after page of a list that has no end."""
         question = (request.method, f"{request.url.host}{request.url.path}")
         self._asked[question] += 1
@@ -333,7 +377,7 @@ class HubSession:
             raise _unreachable(f"it took longer than timeout={self._timeout:g} s")
         return left
 
-    def _wait_after(self, error: Exception, request: Any, *, last: bool, number: int) -> float:
+    def _wait_after(self, error: Exception, request: _Request, *, last: bool, number: int) -> float:
         """Return the seconds to wait after `error` before the next try; after the last one, raise."""
         library, host = _library(request), request.url.host
         self._left()
@@ -393,7 +437,7 @@ def hub_reading(function: Reader) -> Reader:
     """Return `function` with bounded reads from the Hub; inside another such function the outer bounds hold."""
 
     @wraps(function)
-    def bounded(*args: object, **kwargs: object) -> Any:
+    def bounded(*args: object, **kwargs: object) -> object:
         if getattr(_own, "session", None) is not None:
             return function(*args, **kwargs)
         with hub_session() as session:
@@ -408,7 +452,7 @@ def hub_reading(function: Reader) -> Reader:
     return cast("Reader", bounded)
 
 
-def _bound_client() -> Any:
+def _bound_client() -> object:
     """Return the client that the process shares, its `send` bounded by the session that is open."""
     from huggingface_hub.utils import get_session
 
@@ -416,7 +460,7 @@ def _bound_client() -> Any:
     if "send" not in client.__dict__:
         send = client.send
 
-        def bounded(request: Any, **how: object) -> Any:
+        def bounded(request: _Request, **how: object) -> _Response:
             session = _session_here()
             return send(request, **how) if session is None else session.send(send, request, **how)
 
@@ -452,17 +496,17 @@ def unreachable_error() -> type[Exception]:
     return type("HubUnreachable", (OfflineModeIsEnabled,), {"__module__": __name__})
 
 
-def _library(request: Any) -> Any:
+def _library(request: _Request) -> ModuleType:
     """Return the module of the client that `request` belongs to: httpx, or its successor."""
     roots = (base.__module__.partition(".")[0] for base in type(request).__mro__)
     return next(sys.modules[root] for root in roots if root in _LIBRARIES)
 
 
-def _is_question(request: Any) -> bool:
+def _is_question(request: _Request) -> bool:
     return request.method in ("GET", "HEAD")
 
 
-def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[str, object]) -> Any:
+def _exchange(send: Callable[..., _Response], request: _Request, stream: bool, how: dict[str, object]) -> _Response:
     """Return the response to `request`, read to its end unless it is a download."""
     response = send(request, stream=True, **how)
     try:
@@ -472,7 +516,7 @@ def _exchange(send: Callable[..., Any], request: Any, stream: bool, how: dict[st
         raise
 
 
-def _in_memory(request: Any) -> bool:
+def _in_memory(request: _Request) -> bool:
     try:
         return request.content is not None
     except _library(request).RequestNotRead:

@@ -142,6 +142,7 @@ def step_after(model: Any, past: int, steps: int = 8) -> Callable[[], Tensor]:
     ids = ids_of(1, past + steps)
     with torch.no_grad():
         cache = cache_in(model(ids[:, :past], use_cache=True))
+    assert cache is not None
 
     def run() -> Tensor:
         logits = [model(ids[:, n : n + 1], **{cache_argument(model): cache}).logits for n in range(past, past + steps)]

@@ -49,6 +49,7 @@ def step_after(model: Any, past: int) -> Callable[[], Any]:
     ids = torch.randint(0, 512, (1, past + 1), generator=torch.Generator().manual_seed(0)).to(model.device)
     with torch.no_grad():
         cache = cache_in(model(ids[:, :past], use_cache=True))
+    assert cache is not None
 
     def run() -> Any:
         logits = model(ids[:, past:], **{cache_argument(model): cache}, use_cache=True).logits

@@ -183,6 +183,7 @@ def trainer_of(recipe: Recipe, folder: Path, *, steps: int) -> PosswapTrainer:
     """
     torch.manual_seed(0)
     config = read_config(recipe.model.name)
+    assert config.architectures is not None
     model = getattr(transformers, config.architectures[0])(config)
     assert recipe.swap.scheme is not None
     hf_posswap.patch_model(model, recipe.swap.scheme, max_length=recipe.swap.max_length)

@@ -54,7 +54,7 @@ Weights = dict[str, Tensor]
 _TANH_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
-def gguf_metadata(position_config: PositionConfig, rotary_dim: int | None) -> dict[str, Any]:
+def gguf_metadata(position_config: PositionConfig, rotary_dim: int | None) -> dict[str, object]:
     """Return the metadata of a GGUF file that concern positions, by key; {} for an architecture that is not known.
 
     Args:
@@ -72,7 +72,7 @@ def gguf_metadata(position_config: PositionConfig, rotary_dim: int | None) -> di
     name = ARCHITECTURES.get(position_config.model_type)
     if name is None or position_config.kind == "plugin":
         return {}
-    keys: dict[str, Any] = {"context_length": position_config.length}
+    keys: dict[str, object] = {"context_length": position_config.length}
     if position_config.kind == "rope" and rotary_dim is not None:
         keys |= {"rope.freq_base": float(position_config.rope["rope_theta"]), "rope.dimension_count": rotary_dim}
         keys |= _scaling(position_config)
@@ -87,7 +87,7 @@ def _scaling(position_config: PositionConfig) -> dict[str, Any]:
         return {"rope.scaling.type": "linear", "rope.scaling.factor": position_config.factor}
     factored = position_config.model_type in FACTORED
     if usual_yarn(position_config) or (usual_bands(position_config) and not factored):
-        keys: dict[str, Any] = {
+        keys = {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": position_config.factor,
             "rope.scaling.original_context_length": position_config.rope["original_max_position_embeddings"],
@@ -366,7 +366,7 @@ def _without_biases(model: PreTrainedModel) -> None:
 _HEAD = ("attention.key_length", "attention.value_length")
 
 
-def _square(config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
+def _square(config: PreTrainedConfig, keys: dict[str, float]) -> dict[str, Any]:
     """Return `keys` without the width of a head, where llama.cpp takes its share of the model's width."""
     width = config.num_attention_heads * ConfigSizes.of(config).head_dim
     if width != config.hidden_size:
@@ -383,7 +383,7 @@ def _untied(model: PreTrainedModel, weights: Weights) -> Weights:
     return {name: weight for name, weight in weights.items() if not (tied and name == "lm_head.weight")}
 
 
-def _only(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+def _only(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         wanted = " or ".join(map(repr, allowed))
         raise UnsupportedSwapError(

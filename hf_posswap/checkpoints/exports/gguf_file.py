@@ -41,6 +41,7 @@ from hf_posswap.utils.printable import brief_repr, printable
 from hf_posswap.utils.untrusted import card_data, read_bounded_json
 
 if TYPE_CHECKING:
+    from gguf import GGUFWriter
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType; _ADDED is its USER_DEFINED
@@ -107,7 +108,7 @@ def write_gguf(
         raise MissingDependencyError("gguf", "gguf")
     if os.path.lexists(out):
         raise CheckpointError(f"{out} already exists: give a new file name.")
-    model: Any = load(source)
+    model: PreTrainedModel = load(source)
     weight_type = _TYPES.get(model.dtype) if dtype is None else DTYPES[dtype]
     if dtype is not None:
         model = model.float() if dtype == "q8_0" else model  # whose values no type of 16 bits holds
@@ -161,7 +162,7 @@ def _weight_format(name: str, weight: torch.Tensor, weight_type: str) -> str:
     return "F16" if weight_type == "Q8_0" and weight.shape[-1] % _BLOCK else weight_type
 
 
-def _quantized(weight: torch.Tensor, weight_format: str) -> tuple[Any, Any]:
+def _quantized(weight: torch.Tensor, weight_format: str) -> tuple[np.ndarray, np.ndarray]:
     """Return a weight as the file has it, and the values of that."""
     import gguf
 
@@ -192,7 +193,7 @@ def _write(
     weight_type: str,
     source: Path,
     path: Path,
-    add_tokens: Callable[[Any], str],
+    add_tokens: Callable[[GGUFWriter], str],
 ) -> str:
     """Write the file, and return the sentence of `add_tokens` about its vocabulary."""
     import gguf
@@ -234,7 +235,7 @@ def _write(
     return vocabulary
 
 
-def _add_card(writer: Any, source: Path) -> None:
+def _add_card(writer: GGUFWriter, source: Path) -> None:
     """Add the licence and the languages that the README.md of the checkpoint names."""
     card = card_data(source)
     if isinstance(license := card.get("license"), str):
@@ -245,7 +246,7 @@ def _add_card(writer: Any, source: Path) -> None:
         writer.add_languages(languages)
 
 
-def _add(writer: Any, key: str, value: object) -> None:
+def _add(writer: GGUFWriter, key: str, value: object) -> None:
     """Add one value in the type that llama.cpp reads it in."""
     match value:
         case bool():
@@ -260,7 +261,7 @@ def _add(writer: Any, key: str, value: object) -> None:
             writer.add_array(key, value)
 
 
-def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> str:
+def add_vocabulary(writer: GGUFWriter, source: Path, size: int, vocab: Path | None) -> str:
     """Write the vocabulary, and return a sentence about it.
 
     Args:
@@ -292,7 +293,7 @@ def add_vocabulary(writer: Any, source: Path, size: int, vocab: Path | None) -> 
     return f"byte-level BPE with the splits of {chosen.names[0]}, from tokenizer.json{normalizer}"
 
 
-def _add_numbers(writer: Any, size: int) -> str:
+def _add_numbers(writer: GGUFWriter, size: int) -> str:
     """Write a number as the text of each token: llama.cpp's server runs no file without a vocabulary."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -309,7 +310,7 @@ def _vocab_advice(source: Path) -> str:
     )
 
 
-def _read_tokenizer(path: Path) -> dict[str, Any]:
+def _read_tokenizer(path: Path) -> dict[str, object]:
     try:
         tokenizer = read_bounded_json(path)
         json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")  # half of a pair of escapes is no text
@@ -379,7 +380,9 @@ def _special_tokens_around(source: Path, special: dict[str, int]) -> dict[str, b
     return {"bos": bool(before), "eos": bool(behind)}
 
 
-def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer, source: Path, size: int) -> None:
+def _add_byte_level(
+    writer: GGUFWriter, tokenizer: dict[str, Any], chosen: PreTokenizer, source: Path, size: int
+) -> None:
     import gguf
 
     names: dict[int, str] = {index: token for token, index in tokenizer["model"]["vocab"].items()}
@@ -411,7 +414,7 @@ def _add_byte_level(writer: Any, tokenizer: dict[str, Any], chosen: PreTokenizer
     vocabulary.add_to_gguf(writer)
 
 
-def _copy_vocabulary(writer: Any, vocab: Path, size: int) -> str:
+def _copy_vocabulary(writer: GGUFWriter, vocab: Path, size: int) -> str:
     """Copy all keys of the tokenizer from another GGUF file, which has `size` tokens."""
     fields = read_gguf(vocab).fields
     tokenizer_fields = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}

@@ -239,7 +239,7 @@ def _last_tokens(output: Tensor, index: int, name: str, text: Inputs, side: str)
 
 
 def ran_alike(
-    path: Path, signature: Signature, batches: list[Trial], expected: list[list[dict[str, Tensor]]], dtype: Any
+    path: Path, signature: Signature, batches: list[Trial], expected: list[list[dict[str, Tensor]]], dtype: torch.dtype
 ) -> str:
     """Return a sentence on how near a graph's outputs are to the model's, and where texts may be padded.
 

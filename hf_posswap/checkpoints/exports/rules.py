@@ -73,7 +73,7 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
         folder: of the checkpoint; it is quoted for a shell or Python.
     """
     known = position_config.original is not None and position_config.scheme is not None
-    values: dict[str, Any] = {
+    values = {
         "folder": shlex.quote(folder),
         "python": repr(folder),
         "inner": re.sub(r'([\\"$`])', r"\\\1", repr(folder)),  # as a shell reads it between double quotes
@@ -181,7 +181,7 @@ def judge(target: str, position_config: PositionConfig) -> Judgement:
     return Judgement(claim, filled(claim.why, position_config), spelled)
 
 
-def spell_rope(parameters: Any, position_config: PositionConfig, judgement: Judgement) -> dict[str, Any]:
+def spell_rope(parameters: Any, position_config: PositionConfig, judgement: Judgement) -> dict[str, object]:
     """Return the rope parameters `parameters` of a config as a program wants them; of other layer types as they are."""
     rope = {
         name: value for name, value in (position_config.rope | judgement.spelling.rope).items() if value is not None

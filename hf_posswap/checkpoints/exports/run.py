@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ class Export(ResultView):
     def __str__(self) -> str:
         return in_lines(f"{name:<11} {value}" for name, value in self._html_rows())
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         folder = None if self.folder is None else str(self.folder)
         return {"target": self.target, "verdict": self.verdict, "why": self.why, "folder": folder}
 
@@ -83,7 +84,7 @@ class Export(ResultView):
         ]
         return [(name, value) for name, value in rows if value]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the export as JSON."""
         changes = {name: list(pair) for name, pair in self.changes.items()}
         folder = None if self.folder is None else str(self.folder)
@@ -246,8 +247,8 @@ def _check_places(source: Path, out: Path, is_file: bool) -> None:
 
 
 def _wanted(
-    config_json: dict[str, Any], position_config: PositionConfig, judgement: Judgement, target: str
-) -> dict[str, Any]:
+    config_json: dict[str, object], position_config: PositionConfig, judgement: Judgement, target: str
+) -> dict[str, object]:
     """Return `config_json`, the content of a config.json, as the program wants it."""
     wanted = copy.deepcopy(config_json)
     if target != "transformers" and position_config.kind != "plugin":
@@ -259,7 +260,7 @@ def _wanted(
     return {name: value for name, value in wanted.items() if value is not None or name not in judgement.spelling.config}
 
 
-def _gguf(config: PreTrainedConfig, position_config: PositionConfig) -> dict[str, Any]:
+def _gguf(config: PreTrainedConfig, position_config: PositionConfig) -> dict[str, object]:
     """Return llama.cpp's metadata, with the divisors of the angles where they are a separate tensor."""
     if position_config.kind == "plugin":
         return {}
@@ -270,7 +271,7 @@ def _gguf(config: PreTrainedConfig, position_config: PositionConfig) -> dict[str
     return metadata | (divisors(config, position_config, width) if metadata and width else {})
 
 
-def _write(source: Path, out: Path, config: dict[str, Any]) -> None:
+def _write(source: Path, out: Path, config: Mapping[str, object]) -> None:
     """Copy the checkpoint to `out` with another config.json, whole or not at all.
 
     Raises:

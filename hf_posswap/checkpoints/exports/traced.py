@@ -206,7 +206,7 @@ def _rope_types(module: nn.Module) -> dict[str, str]:
     return dict(rope_type) if isinstance(rope_type, dict) else {} if rope_type is None else {"": rope_type}
 
 
-def _frequencies(config: PreTrainedConfig, rope_type: str, rope_set: str, length: Any) -> Tensor:
+def _frequencies(config: PreTrainedConfig, rope_type: str, rope_set: str, length: int | Tensor) -> Tensor:
     """Return transformers' frequencies [R/2] of a set for texts of `length` tokens."""
     device = getattr(length, "device", "cpu")
     return rope_function(rope_type)(config, device, seq_len=length, layer_type=rope_set or None)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.mvp.modeling_mvp import MvpAttention
@@ -12,6 +12,9 @@ from transformers.models.xglm.modeling_xglm import XGLMAttention
 from hf_posswap.compat.transformers_calls import self_attention_cache
 from hf_posswap.families.interfaces.base import CausalIfDecoder
 
+if TYPE_CHECKING:
+    from transformers import Cache
+
 
 class BartLike(CausalIfDecoder):
     """Mixed into a native class with `q_proj`, `k_proj`, `v_proj` and `out_proj`, before it."""
@@ -20,12 +23,12 @@ class BartLike(CausalIfDecoder):
         self,
         hidden_states: Tensor,
         *,
-        cache: Any,
+        cache: Cache | None,
         attention_mask: Tensor | None,
         key_value_states: None = None,
         attn_prompt: None = None,
         output_attentions: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         module: Any = self

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from hf_posswap.compat.transformers_calls import (
 )
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.modules import by_name
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class StockCall:
 
     stock: str
     names: tuple[str, ...]
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
     cache_names: tuple[str, ...]
     takes_cache: bool
     absent: tuple[str, ...]
@@ -80,7 +83,7 @@ class StockCall:
             mismatch=why,
         )
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Return the arguments of `attention` for a call of the stock forward with `args` and `kwargs`.
 
         Raises:
@@ -135,11 +138,11 @@ class ThroughInterface:
         stock = cls.__bases__[-1]
         if not issubclass(stock, nn.Module):
             return  # a base of several classes
-        attention: Any = cls.attention  # type: ignore[attr-defined]
+        attention = cls.attention  # type: ignore[attr-defined]
         call = cls.stock_call = StockCall.between(stock, attention, cls.positions_from)
 
         @functools.wraps(stock.forward)
-        def forward(self: Any, *args: object, **kwargs: object) -> Any:
+        def forward(self: Any, *args: object, **kwargs: object) -> object:
             return self.attention(**call.bind(args, kwargs))
 
         cls.forward = forward  # type: ignore[attr-defined]
@@ -158,7 +161,7 @@ class ThroughInterface:
         *,
         scaling: float,
         dropout: float,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none.
 
@@ -197,7 +200,7 @@ def eager_attention_forward(
     scaling: float = 1.0,
     dropout: float = 0.0,
     position_bias: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, Q, H, D] and the weights [B, H, Q, K] of attention, the softmax in float32 or finer.
 
@@ -245,7 +248,7 @@ def narrowed(mask: Tensor | None, seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(seen, mask, lowest)
 
 
-def indices(hidden: Tensor, cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+def indices(hidden: Tensor, cache: Cache | None, layer: int) -> tuple[Tensor, Tensor]:
     """Return the indices in the sequence of queries [Q] and keys [K], before `cache` takes the new keys.
 
     Args:

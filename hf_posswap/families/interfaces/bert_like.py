@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
@@ -13,6 +13,9 @@ from transformers.models.rembert.modeling_rembert import RemBertSelfAttention
 from hf_posswap.compat.transformers_calls import self_attention_cache
 from hf_posswap.families.interfaces.base import CausalIfDecoder
 
+if TYPE_CHECKING:
+    from transformers import Cache
+
 
 class BertLike(CausalIfDecoder):
     """Mixed into a native class with `query`, `key` and `value`, before it."""
@@ -22,11 +25,11 @@ class BertLike(CausalIfDecoder):
         hidden_states: Tensor,
         *,
         attention_mask: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         encoder_hidden_states: None = None,
         encoder_attention_mask: Tensor | None = None,
         output_attentions: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         module: Any = self
@@ -48,7 +51,7 @@ class BertLike(CausalIfDecoder):
         )
 
     def placed(
-        self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, [B, H, Q, D] each, with the positions that are native inside attention: here, none."""
         return query, key, value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from hf_posswap.families.interfaces.base import ThroughInterface
+
+if TYPE_CHECKING:
+    pass
 
 
 class BloomInterface(ThroughInterface, BloomAttention):
@@ -23,7 +26,7 @@ class BloomInterface(ThroughInterface, BloomAttention):
         cache: Any,
         use_cache: bool = False,
         output_attentions: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output with the residual [B, Q, E], and the weights [B, H, Q, K] where they are kept."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))  # [B, H, Q, D] each

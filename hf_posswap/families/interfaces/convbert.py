@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers.models.convbert.modeling_convbert import ConvBertSelfAttention
@@ -22,7 +20,7 @@ class ConvBertInterface(ThroughInterface, ConvBertSelfAttention):
         *,
         attention_mask: Tensor | None,
         encoder_hidden_states: None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)

@@ -31,7 +31,7 @@ class _Disentangled(ThroughInterface):
             kwargs: for the attention function.
         """
         returns_weights = kwargs.pop("output_attentions")
-        dropout: Any = self.dropout  # type: ignore[attr-defined]
+        dropout = self.dropout  # type: ignore[attr-defined]
         bias = query.new_zeros(()) if relative is None else relative
         additive = torch.where(mask.bool(), bias, torch.finfo(query.dtype).min)
         out, weights = self.attend(query, key, value, additive, dropout=dropout.p, **kwargs)
@@ -50,7 +50,7 @@ class DebertaInterface(_Disentangled, first.DisentangledSelfAttention):
         rel_embeddings: Tensor | None,
         output_attentions: bool = False,
         query_states: None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
         query, key, value = self.transpose_for_scores(self.in_proj(hidden_states)).chunk(3, dim=-1)
@@ -78,14 +78,14 @@ class DebertaV2Interface(_Disentangled, second.DisentangledSelfAttention):
         rel_embeddings: Tensor | None,
         output_attentions: bool = False,
         query_states: None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
         heads = self.num_attention_heads
         projections = (self.query_proj, self.key_proj, self.value_proj)
         query, key, value = (self.transpose_for_scores(project(hidden_states), heads) for project in projections)
         factor = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
-        relative: Any = None
+        relative = None
         if self.relative_attention and factor > 1:
             rows = self.pos_dropout(rel_embeddings)
             relative = self.disentangled_attention_bias(query, key, relative_pos, rows, factor)

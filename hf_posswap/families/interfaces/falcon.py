@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
 from hf_posswap.families.interfaces.base import ThroughInterface
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 class FalconInterface(ThroughInterface, FalconAttention):
@@ -17,7 +20,7 @@ class FalconInterface(ThroughInterface, FalconAttention):
     not.
     """
 
-    num_kv_heads: Any
+    num_kv_heads: int
 
     @property
     def num_key_value_groups(self) -> int:
@@ -31,11 +34,11 @@ class FalconInterface(ThroughInterface, FalconAttention):
         alibi: Tensor | None,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor] | None,
-        cache: Any,
+        cache: Cache | None,
         position_ids: Tensor | None = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         projections = self._split_heads(self.query_key_value(hidden_states))  # [B, Q, H or G, D] each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
@@ -23,10 +23,10 @@ class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
         hidden_states: Tensor,
         *,
         attention_mask: Tensor | None,
-        cache: Any,
+        cache: Cache,
         use_cache: bool = False,
         output_attentions: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,11 @@ from transformers.models.codegen.modeling_codegen import CodeGenAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_pos_emb
 
 from hf_posswap.families.interfaces.base import ThroughInterface
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    pass
 
 _PARTS = 4
 """Of CodeGen's single projection for q, v and k."""
@@ -42,10 +47,10 @@ class GPTJInterface(_RotaryInside, GPTJAttention):
         *,
         attention_mask: Tensor | None,
         position_ids: Tensor,
-        cache: Any,
+        cache: Cache | None,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         shape = (*hidden_states.shape[:-1], self.num_attention_heads, self.head_dim)
@@ -75,10 +80,10 @@ class CodeGenInterface(_RotaryInside, CodeGenAttention):
         *,
         attention_mask: Tensor | None,
         position_ids: Tensor,
-        cache: Any,
+        cache: Cache | None,
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         stacked = self.qkv_proj(hidden_states).unflatten(-1, (_PARTS, 3, -1))

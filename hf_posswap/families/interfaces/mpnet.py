@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
 
@@ -22,7 +20,7 @@ class MPNetInterface(ThroughInterface, MPNetSelfAttention):
         attention_mask: Tensor | None,
         position_bias: Tensor | None,
         output_attentions: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor | None, ...]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
         shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from hf_posswap.families.interfaces.base import ThroughInterface
+
+if TYPE_CHECKING:
+    pass
 
 
 class MptInterface(ThroughInterface, MptAttention):
@@ -22,7 +25,7 @@ class MptInterface(ThroughInterface, MptAttention):
         position_bias: Tensor,
         cache: Any,
         attention_mask: Tensor | None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         stacked = self.Wqkv(hidden_states)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers.models.openai.modeling_openai import Attention
 
@@ -19,8 +17,8 @@ class OpenAIGPTInterface(ThroughInterface, Attention):
         *,
         attention_mask: Tensor | None,
         output_attentions: bool = False,
-        **kwargs: Any,
-    ) -> list[Any]:
+        **kwargs: object,
+    ) -> list[Tensor | None]:
         """Return the output [B, Q, E], and the weights [B, H, Q, K] if `output_attentions`."""
         projections = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (

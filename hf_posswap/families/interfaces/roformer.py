@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_posswap.families.interfaces.bert_like import BertLike
+
+if TYPE_CHECKING:
+    pass
 
 
 class RoFormerInterface(BertLike, RoFormerSelfAttention):
@@ -29,7 +32,7 @@ class RoFormerInterface(BertLike, RoFormerSelfAttention):
         return super().attention(hidden_states, attention_mask=attention_mask, cache=cache, **kwargs)
 
     def placed(
-        self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, [B, H, Q, D] each, rotated: the values too, where the config says so."""
         angles = kwargs.pop("sinusoidal_pos")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertSelfAttention
 
@@ -22,7 +20,7 @@ class SqueezeBertInterface(ThroughInterface, SqueezeBertSelfAttention):
         return hidden.transpose(1, 2)
 
     def attention(
-        self, hidden_states: Tensor, *, attention_mask: Tensor | None, output_attentions: bool, **kwargs: Any
+        self, hidden_states: Tensor, *, attention_mask: Tensor | None, output_attentions: bool, **kwargs: object
     ) -> dict[str, Tensor | None]:
         """Return the output [B, E, Q] and, if `output_attentions`, the scores [B, H, Q, K] that eager code has."""
         projections = (self.query, self.key, self.value)

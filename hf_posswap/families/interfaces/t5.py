@@ -23,7 +23,7 @@ class _T5Kind(ThroughInterface):
     is_decoder: bool
 
     def _attended(
-        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache, kwargs: dict[str, Any]
+        self, hidden: Tensor, mask: Tensor | None, bias: Tensor | None, cache: Cache, kwargs: dict[str, object]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output [B, Q, E], the bias with the mask in it [B, H, Q, K], and the weights."""
         module: Any = self
@@ -52,11 +52,11 @@ class T5Interface(_T5Kind, T5Attention):
         *,
         mask: Tensor | None,
         position_bias: Tensor | None,
-        cache: Any,
+        cache: Cache,
         key_value_states: None = None,
         output_attentions: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Any, ...]:
+        **kwargs: object,
+    ) -> tuple[Tensor | None, ...]:
         """Return the output [B, Q, E], the bias for the next layers, and the weights if `output_attentions`."""
         outputs = self._attended(hidden_states, mask, position_bias, cache, kwargs)
         return outputs if output_attentions else outputs[:2]
@@ -81,11 +81,11 @@ class UMT5Interface(_T5Kind, UMT5Attention):
         self,
         hidden_states: Tensor,
         *,
-        cache: Any,
+        cache: Cache,
         attention_mask: Tensor | None,
         encoder_hidden_states: None = None,
-        **kwargs: Any,
-    ) -> tuple[Any, ...]:
+        **kwargs: object,
+    ) -> tuple[Tensor | None, ...]:
         """Return the output [B, Q, E] and the weights [B, H, Q, K]; None where the implementation keeps none."""
         out, _, weights = self._attended(hidden_states, attention_mask, None, cache, kwargs)
         return out, weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.hooks import RemovableHandle
 
@@ -16,8 +16,9 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+_ATTRIBUTE = "_posswap"
 Fingerprint = dict[str, tuple[int, int | None]]
 
 
@@ -39,7 +40,7 @@ class AppliedSwap:
     """
 
     plan: SwapPlan
-    config: Any
+    config: PreTrainedConfig
     saved: list[Saved] | None = None
     offloaded: list[OffloadAgain] = field(default_factory=list)
     fitted: bool = False
@@ -61,6 +62,11 @@ class AppliedSwap:
         return next(matches, {})
 
 
+def applied_swap(model: nn.Module) -> AppliedSwap:
+    """Return the swap that the swapped `model` carries."""
+    return getattr(model, _ATTRIBUTE)
+
+
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Return the identity and version of every parameter: cheap, and exact for one process."""
     return {name: (id(p), version_of(p)) for name, p in model.named_parameters()}
@@ -73,13 +79,13 @@ def unread_record(model: PreTrainedModel) -> str:
     return " Its config records one that was not checked against its weights: hf_posswap.load checks it."
 
 
-def check_structure(model: Any) -> None:
+def check_structure(model: PreTrainedModel) -> None:
     """Check, without a forward, that every edit of the plan is applied to the model.
 
     Raises:
         SwapVerificationError: something is not as planned.
     """
-    plan = model._posswap.plan
+    plan = applied_swap(model).plan
     for edit in plan.edits:
         problem = "its layer was removed since" if is_removed(model, edit.path) else edit.check(model)
         if problem:
@@ -88,14 +94,14 @@ def check_structure(model: Any) -> None:
         raise SwapVerificationError("config.posswap is gone: a checkpoint saved now would load as the native model.")
 
 
-def check_untouched(model: Any, before: Fingerprint) -> None:
+def check_untouched(model: PreTrainedModel, before: Fingerprint) -> None:
     """Check that only the parameters that the plan's edits touch differ from their `fingerprint` before the swap.
 
     Raises:
         SwapVerificationError: others changed; the message names them.
     """
     after = fingerprint(model)
-    touched = tuple(prefix for edit in model._posswap.plan.edits for prefix in edit.touches)
+    touched = tuple(prefix for edit in applied_swap(model).plan.edits for prefix in edit.touches)
     names = before.keys() | after.keys()
     changed = sorted(n for n in names if before.get(n) != after.get(n) and not n.startswith(touched))
     if changed:

@@ -48,7 +48,7 @@ def alone(*, parameters: bool = True) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
-        def guarded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def guarded(model: nn.Module, *args: object, **kwargs: object) -> object:
             with changing(unwrap(model), function.__name__, parameters=parameters):
                 return function(model, *args, **kwargs)
 
@@ -130,14 +130,14 @@ class _Gate:
     def __init__(self, operation: str, owner: threading.Thread) -> None:
         self.operation, self.owner, self.is_active = operation, owner, True
 
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, arguments: tuple[object, ...]) -> None:
         if self.is_active and threading.current_thread() is not self.owner:
             raise ModelInUseError(
                 f"{self.operation} in thread {self.owner.name!r} is changing the positions of this "
                 f"{type(module).__name__}: a forward now would compute neither mechanism. Run it afterwards."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Gate:
         return self  # a copy of the model that another thread makes meanwhile shares this gate
 
 

@@ -16,7 +16,14 @@ from hf_posswap.compat.transformers_models import fill_weights, is_initialised, 
 from hf_posswap.errors import NotPatchedError, RecordError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.modules import is_removed
 from hf_posswap.families.rope_config import config_parts
-from hf_posswap.patching.apply.applied import AppliedSwap, check_structure, check_untouched, fingerprint, unread_record
+from hf_posswap.patching.apply.applied import (
+    AppliedSwap,
+    applied_swap,
+    check_structure,
+    check_untouched,
+    fingerprint,
+    unread_record,
+)
 from hf_posswap.patching.apply.guard import changing
 from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
@@ -44,7 +51,7 @@ from hf_posswap.schemes.blend import Blend
 from hf_posswap.utils.sentence_models import is_sentence_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,7 +63,7 @@ def patch_model(
     max_length: int | None = None,
     site: SiteChoice = "auto",
     relative: RelativeChoice | None = None,
-    **options: Any,
+    **options: object,
 ) -> M:
     """Swap the position mechanism of `model`, in place, and return it.
 
@@ -94,7 +101,7 @@ def patch_model(
         >>> model(torch.zeros(1, 64, dtype=torch.long)).logits.shape
         torch.Size([1, 64, 11])
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     stop_if_building(target)
     with changing(target, "patch_model"), without_fake_mode():
         plan = plan_swap(target, scheme, max_length=max_length, site=site, relative=relative, **options)
@@ -108,13 +115,13 @@ def patch_model(
     return model
 
 
-def _set_sequence_length(owner: Any, target: Any, length: int) -> None:
+def _set_sequence_length(owner: Any, target: PreTrainedModel, length: int) -> None:
     """Have the SentenceTransformer `owner` of the swapped `target` read `length` tokens; on an error, undo the swap."""
     try:
-        target._posswap.sequence_lengths = (owner.max_seq_length, length)
+        applied_swap(target).sequence_lengths = (owner.max_seq_length, length)
         owner.max_seq_length = length
     except BaseException:
-        _undo(target, target._posswap, owner)
+        _undo(target, applied_swap(target), owner)
         raise
 
 
@@ -140,14 +147,14 @@ def swap_plan(model: nn.Module) -> SwapPlan:
         >>> swap_plan(patch_model(model, "rope")) == plan  # what was done
         True
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     patch = getattr(target, "_posswap", None)
     if patch is None:
         raise NotPatchedError(f"{type(target).__name__} carries no swap: it has no plan.{unread_record(target)}")
     return patch.plan
 
 
-def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> None:
+def apply_plan(model: PreTrainedModel, plan: SwapPlan, owner: nn.Module | None = None) -> None:
     """Apply `plan`, which was made for `model`; on an error, leave the model unchanged.
 
     Args:
@@ -170,7 +177,7 @@ def apply_plan(model: Any, plan: SwapPlan, owner: nn.Module | None = None) -> No
             done.append({})
             edit.apply(model, done[-1])
         swap.guard = guard_saving(model)
-        model._posswap = swap
+        model.__dict__["_posswap"] = swap
         if plan.route == "plugin":
             take_swapped_class(model, [plan.sites.stack(name).attention[0] for name in plan.schemes])
         check_structure(model)
@@ -203,7 +210,7 @@ def unpatch_model(model: M) -> M:
         >>> unpatch_model(patch_model(model, "rope")).transformer.wpe is table
         True
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     with changing(target, "unpatch_model"), without_fake_mode():
         patch = getattr(target, "_posswap", None)
         if patch is None:
@@ -265,7 +272,7 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
         unpatch_model(model)
 
 
-def _undo(model: nn.Module, swap: AppliedSwap, owner: nn.Module | None) -> None:
+def _undo(model: PreTrainedModel, swap: AppliedSwap, owner: nn.Module | None) -> None:
     leave_swapped_class(model)
     for path in offloaded_tables(model, swap.plan.edits):  # offloaded since the swap
         bring_into_memory(model, path)
@@ -279,7 +286,7 @@ def _undo(model: nn.Module, swap: AppliedSwap, owner: nn.Module | None) -> None:
     model.__dict__.pop("_posswap", None)
 
 
-def _own_config(config: Any, plan: SwapPlan) -> Any:
+def _own_config(config: PreTrainedConfig, plan: SwapPlan) -> PreTrainedConfig:
     """Return a copy of `config` for the swapped model, because other models may share the config object."""
     swapped = copy.deepcopy(config)
     swapped.posswap = plan.record.to_dict()
@@ -288,7 +295,7 @@ def _own_config(config: Any, plan: SwapPlan) -> Any:
     return swapped
 
 
-def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
+def _set_config(owner: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
     """Replace config `old` by `new` in `owner` and all its modules, and sub-configs likewise."""
     before, after = config_parts(old), config_parts(new)
     replacements = {id(config): after[path] for path, config in before.items() if path in after}
@@ -299,7 +306,7 @@ def _set_config(owner: nn.Module, old: Any, new: Any) -> None:
             module.config = replacements[id(config)]
 
 
-def restore_swap(model: Any, record: SwapRecord) -> None:
+def restore_swap(model: PreTrainedModel, record: SwapRecord) -> None:
     """Apply the swap of `record` to a freshly built native `model`; its weights are loaded afterwards.
 
     Raises:
@@ -314,7 +321,7 @@ def restore_swap(model: Any, record: SwapRecord) -> None:
             )
         apply_plan(model, as_trained(plan, record, model.config))
     if not all(isinstance(scheme, Blend) for scheme in plan.schemes.values()):  # a blend holds the old mechanism too
-        model._posswap.saved = None
+        applied_swap(model).saved = None
 
 
 @torch.no_grad()
@@ -341,9 +348,9 @@ def initialise(model: PreTrainedModel, module: nn.Module) -> bool:
     return True
 
 
-def freeze(model: Any) -> None:
+def freeze(model: nn.Module) -> None:
     """Freeze the weights that the swap of the loaded `model` freezes."""
-    for edit in model._posswap.plan.edits:
+    for edit in applied_swap(model).plan.edits:
         edit.freeze(model)
 
 
@@ -351,7 +358,7 @@ def _fresh_mechanism(model: PreTrainedModel, module: nn.Module, plan: SwapPlan) 
     """Return a new mechanism like `module` if it is one of the plan's; else None."""
     for edit in plan.edits:
         if isinstance(edit, AddMechanism):
-            carried: Any = model.get_submodule(edit.path)
+            carried = model.get_submodule(edit.path)
             if module is original_of(carried):  # PEFT wraps fully trained modules
                 with torch.device("cpu"):
                     return edit.scheme.mechanism(edit.geometry)

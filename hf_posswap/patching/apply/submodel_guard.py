@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_posswap.compat.python_objects import self_of
 from hf_posswap.compat.torch_modules import compiled_original
 from hf_posswap.errors import UnsupportedSwapError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 
 def guard_saving(model: nn.Module) -> RemovableHandle:
@@ -61,11 +64,12 @@ def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
-def _saved_around(submodel: nn.Module) -> Any:
+def _saved_around(submodel: nn.Module) -> PreTrainedModel | None:
     """Return the outermost transformers model being saved that contains `submodel` and lacks its record; or None."""
-    record = _record(submodel)
+    record = getattr(submodel.config, "posswap", None)
     savers = [_saved_by(frame, submodel) for frame in _frames()]
-    without_record = [saver for saver in savers if saver is not None and _record(saver) != record]
+    found = [saver for saver in savers if saver is not None]
+    without_record = [saver for saver in found if getattr(saver.config, "posswap", None) != record]
     return without_record[-1] if without_record else None
 
 
@@ -77,7 +81,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _saved_by(frame: FrameType, submodel: nn.Module) -> Any:
+def _saved_by(frame: FrameType, submodel: nn.Module) -> PreTrainedModel | None:
     """Return the transformers model around `submodel` that the method running in `frame` saves; None: it saves none."""
     name = frame.f_code.co_name
     if name not in ("save_model", "save_pretrained"):
@@ -86,26 +90,24 @@ def _saved_by(frame: FrameType, submodel: nn.Module) -> Any:
     if name == "save_model":
         if not isinstance(saver, _trainers()):
             return None
-        saver = _unwrapped(saver.model)  # it gathers sharded weights before it saves them
+        # it gathers sharded weights before it saves them
+        saver = None if saver.model is None else _unwrapped(saver.model)
     from transformers import PreTrainedModel
 
-    is_outer = isinstance(saver, PreTrainedModel) and saver is not submodel
-    return saver if is_outer and any(module is submodel for module in saver.modules()) else None
+    if not isinstance(saver, PreTrainedModel) or saver is submodel:
+        return None
+    return saver if any(module is submodel for module in saver.modules()) else None
 
 
-def _trainers() -> tuple[Any, ...]:
+def _trainers() -> tuple[type[Trainer], ...]:
     """Return transformers' Trainer if it is imported."""
     module = sys.modules.get("transformers.trainer")
     return () if module is None else (module.Trainer,)
 
 
-def _unwrapped(model: nn.Module) -> Any:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the torch wrappers that a Trainer removes before it saves."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return _unwrapped(model.module)
     original = compiled_original(model)
     return model if original is None else _unwrapped(original)
-
-
-def _record(model: nn.Module) -> Any:
-    return getattr(model.config, "posswap", None)

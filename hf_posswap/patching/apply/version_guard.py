@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +84,7 @@ def untested_versions() -> dict[str, str]:
     return {package: version for package, version in installed.items() if not is_tested(package, version)}
 
 
-def guard_version(model: nn.Module, plan: SwapPlan, apply: Apply, config: Any = None) -> None:
+def guard_version(model: PreTrainedModel, plan: SwapPlan, apply: Apply, config: PreTrainedConfig | None = None) -> None:
     """On untested versions, verify the swap of `plan` on a twin of `model`, which is not touched.
 
     Args:
@@ -163,7 +163,7 @@ def _warn(key: str, text: str) -> None:
     warnings.warn(text, UntestedVersionWarning, stacklevel=level)
 
 
-def _verdict(model: nn.Module, plan: SwapPlan, apply: Apply, config: Any) -> Verdict:
+def _verdict(model: nn.Module, plan: SwapPlan, apply: Apply, config: PreTrainedConfig) -> Verdict:
     """Return the verdict on the swap, from this process, the cache folder, or a new verification."""
     cls = native_class(type(model))
     tiny = twin_config(config, all_layers=_is_by_layer(plan.record.to_dict()))
@@ -190,7 +190,7 @@ def _is_by_layer(value: object) -> bool:
     return isinstance(value, list | tuple) and any(map(_is_by_layer, value))
 
 
-def _identity(cls: type, tiny: Any, plan: SwapPlan) -> dict[str, Any]:
+def _identity(cls: type, tiny: PreTrainedConfig, plan: SwapPlan) -> dict[str, object]:
     """Return everything that a verdict depends on, as JSON."""
     import transformers
 
@@ -294,8 +294,8 @@ class Proof:
         apply: applies a plan.
     """
 
-    cls: Any
-    config: Any
+    cls: type[PreTrainedModel]
+    config: PreTrainedConfig
     plan: SwapPlan
     apply: Apply
 
@@ -336,7 +336,9 @@ class Proof:
             undecided |= more
         return failed, undecided
 
-    def remaining(self, seed: int, swapped: TwinChecks, spare: Any) -> tuple[dict[str, str], dict[str, str]]:
+    def remaining(
+        self, seed: int, swapped: TwinChecks, spare: PreTrainedModel | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
         """Return problems that show native positions still in force under the swap, and undecided checks.
 
         A natively swapped twin must equal a new model of its config. For other swaps, the same sites get no positions
@@ -372,10 +374,10 @@ class Proof:
         moved = TwinChecks(bare, expected).skipped() is None
         return ({REMAINING: "position ids matter where the swap leaves no positions"} if moved else {}), {}
 
-    def twin(self, seed: int, config: Any = None) -> Any:
+    def twin(self, seed: int, config: PreTrainedConfig | None = None) -> PreTrainedModel:
         return build_twin(lambda: build_class(self.cls, copy.deepcopy(self.config if config is None else config)), seed)
 
-    def _spare(self, twin: PreTrainedModel) -> Any:
+    def _spare(self, twin: PreTrainedModel) -> PreTrainedModel | None:
         """Return a copy of the stock `twin`, which is cheaper than another; None: `remaining` needs none, or others."""
         if self.plan.route == "native" or not self._is_one_text_stack:
             return None
@@ -415,7 +417,7 @@ class Proof:
         return any(scheme.table_part is not None for scheme in self.plan.schemes.values())
 
 
-def _of_replaced_layers(config: PreTrainedConfig, plan: SwapPlan) -> Any:
+def _of_replaced_layers(config: PreTrainedConfig, plan: SwapPlan) -> PreTrainedConfig:
     """Return `config` with only layers whose positions `plan` replaces, if others keep theirs."""
     types = getattr(config, "layer_types", None)
     kept = {name for stack in plan.sites.stacks for name in stack.rope_layer_types} - {
@@ -457,7 +459,7 @@ def _cut_scheme(value: object, live: Geometry, twin: Geometry, name: str = "") -
 
 
 def _expectations(twin: PreTrainedModel, plan: SwapPlan) -> Expectations:
-    cls: Any = type(twin)
+    cls = type(twin)
     sites, schemes = plan.sites, plan.schemes.values()
     passing = [edit for edit in plan.edits if isinstance(edit, PassPositionIds)]
     types = {config_at(twin.config, stack.config).model_type for stack in sites.stacks}
@@ -488,7 +490,7 @@ def _is_blind(scheme: Scheme) -> bool:
     return (scheme.new if isinstance(scheme, Blend) and scheme.weight == 1 else scheme).kind == "none"
 
 
-def _failed(twin_checks: TwinChecks, only: Any) -> dict[str, str]:
+def _failed(twin_checks: TwinChecks, only: Collection[str] | None) -> dict[str, str]:
     """Return the problems by name of the check; of all checks, or of those in `only`."""
     problems = {}
     for name, check in twin_checks.checks().items():

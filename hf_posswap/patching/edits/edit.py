@@ -25,7 +25,7 @@ SiteChoice = Literal["auto", "attention"]
 RelativeChoice = Literal["keep", "drop"]
 
 
-def to_plain(value: object) -> Any:
+def to_plain(value: object) -> object:
     """Return `value` as JSON.
 
     Example:
@@ -96,11 +96,11 @@ class Edit(ABC):
             EDITS[cls.__name__] = cls
 
     @abstractmethod
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         """Make the change. Each step stores what `undo` needs in `saved` before it touches the model."""
 
     @abstractmethod
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Undo the steps recorded in `saved`, also if `apply` was interrupted."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Edit(ABC):
         """Return the problem if the change is not intact, or None."""
 
     @abstractmethod
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         """Apply the change to a model that stock transformers has loaded from a swapped checkpoint."""
 
     @property
@@ -132,7 +132,7 @@ class Edit(ABC):
         """Return the edit for `scheme`: the same type of scheme with other values."""
         return self
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the edit as JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {"edit": type(self).__name__} | {name: to_plain(value) for name, value in fields.items()}
@@ -147,21 +147,21 @@ class Edit(ABC):
 class PluginOnly(Edit, ABC):
     """A change that only hf_posswap makes: stock classes refuse the checkpoint, and leave nothing to reload."""
 
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         """Nothing: no stock class loads a checkpoint with this change."""
 
 
 class BuiltByConfig(Edit, ABC):
     """A change that transformers makes by itself where it builds the model from the new config."""
 
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         """Nothing: transformers has built the model from the new config."""
 
 
 class AppliedAgain(Edit, ABC):
     """A change that is made again in a model that stock transformers has loaded."""
 
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         self.apply(model, {})
 
 

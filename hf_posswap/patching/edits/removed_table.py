@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +48,13 @@ class NoPositions(TensorHooks):
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}"
 
-    def convert_tensors(self, convert: Callable[[], Any]) -> None:
+    def convert_tensors(self, convert: Callable[[], object]) -> None:
         was_on_meta = self.weight.is_meta
         super().convert_tensors(convert)
         if was_on_meta and not self.weight.is_meta:  # to_empty leaves memory uninitialized
             self.weight.zero_()
 
-    def write_state(self, state: Any, prefix: str) -> None:
+    def write_state(self, state: dict[str, Tensor], prefix: str) -> None:
         if not self.is_empty:  # stock classes would read nonzero values as a table
             state[f"{prefix}weight"] = torch.zeros_like(self.weight)
 

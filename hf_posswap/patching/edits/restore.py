@@ -48,7 +48,7 @@ def restore_child(model: nn.Module, path: str, saved: Saved) -> None:
     replace_everywhere(model, path, module)
 
 
-def replace_buffer(model: nn.Module, path: str, change: Callable[[Any, Tensor], Tensor], saved: Saved) -> None:
+def replace_buffer(model: nn.Module, path: str, change: Callable[[object, Tensor], Tensor], saved: Saved) -> None:
     """Replace the buffer at `path` by `change(its module, the buffer)`."""
     owner, leaf = owner_of(model, path)
     saved.setdefault("buffers", {})[path] = old = getattr(owner, leaf)
@@ -91,7 +91,7 @@ class _KeptHook:
 
     handle: RemovableHandle | None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         is_gone = self.handle is None or self.handle.hooks_dict_ref() is None
         return _KeptHook, (None if is_gone else self.handle,)
 
@@ -128,7 +128,7 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(device)
 
 
-def weight_maps(model: nn.Module) -> dict[int, Any]:
+def weight_maps(model: nn.Module) -> dict[int, object]:
     """Return the maps of offloaded weights in `model` by id: a copy of the model that shares weights shares them."""
     hooks = [hook for module in model.modules() for hook in offloading_hooks(module)]
     maps = (weights for hook in hooks for weights in (hook.weights_map, hook.tied_params_map))
@@ -157,7 +157,7 @@ class OffloadAgain:
     placeholders: dict[str, Tensor]
 
     def __call__(self, model: nn.Module) -> None:
-        module: Any = model.get_submodule(self.at)
+        module = model.get_submodule(self.at)
         set_hook(module, self.hook)
         for name, tensor in self.placeholders.items():
             setattr(module, name, tensor)
@@ -165,7 +165,7 @@ class OffloadAgain:
 
 def bring_into_memory(model: nn.Module, path: str) -> OffloadAgain:
     """Load the offloaded weights of the module at `path` into memory, and return a callable that undoes this."""
-    module: Any = model.get_submodule(path)
+    module = model.get_submodule(path)
     hook = next(offloading_hooks(module))
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     placeholders = {name: tensor for name, tensor in tensors if tensor.is_meta}

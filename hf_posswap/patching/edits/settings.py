@@ -32,12 +32,12 @@ class SetAttribute(BuiltByConfig, TouchesNothing):
 
     module: str
     name: str
-    value: Any
+    value: object
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         replace_attribute(model, self.module, self.name, self.value, saved)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_attributes(model, self.module, saved)
 
     def check(self, model: PreTrainedModel) -> str | None:
@@ -53,13 +53,13 @@ class EditConfig(BuiltByConfig, TouchesNothing):
         value: its new value.
     """
 
-    value: Any
+    value: object
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         parent, _, leaf = self.path.rpartition(".")
         setattr(config_at(model.config, parent), leaf, self.value)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Nothing: the model gets its original config back."""
 
     def check(self, model: PreTrainedModel) -> str | None:
@@ -177,7 +177,7 @@ def grown(owner: nn.Module, old: Tensor, *, name: str, length: int) -> Tensor:
 class BufferEdit(BuiltByConfig, TouchesNothing, ABC):
     """Base of the edits that replace the buffer at `path` by what a stock model of the new length has there."""
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_buffers(model, saved)
 
 
@@ -191,7 +191,7 @@ class GrowMask(BufferEdit):
 
     length: int
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         replace_buffer(model, self.path, lambda owner, old: grown_mask(owner, old, self.length), saved)
 
     def check(self, model: PreTrainedModel) -> str | None:
@@ -211,7 +211,7 @@ class ResizeBuffer(BufferEdit):
 
     shape: tuple[int, ...]
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         replace_buffer(model, self.path, lambda owner, old: old.new_zeros(self.shape), saved)
 
     def check(self, model: PreTrainedModel) -> str | None:

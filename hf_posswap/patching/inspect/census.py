@@ -18,7 +18,7 @@ from hf_posswap.testing.tiny import language_models, tiny_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ASKED: dict[str, dict[str, Any]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
+ASKED: dict[str, dict[str, object]] = {"rope": {"base": 50000.0}, "yarn": {"factor": 4.0}, "alibi": {}, "nope": {}}
 """The schemes that are planned for each text class, with their options; for vision classes, all vision schemes are."""
 
 
@@ -47,7 +47,7 @@ class ClassEntry:
         """Whether it supports any scheme."""
         return any(route != "no" for route in self.routes.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the entry as JSON."""
         return asdict(self) | {"model_types": list(self.model_types), "supported": self.supported}
 

@@ -22,7 +22,7 @@ from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.inspect.untrusted_config import (
     Bounds,
     architectures_of,
@@ -81,7 +81,7 @@ class PositionReport(ResultView):
     def __str__(self) -> str:
         return in_lines(f"{name:<11} {value}" for name, value in self.rows())
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"model": self.model, "native": self.native, "swapped": self.swapped, "limit": self.limit}
 
     def _html_rows(self) -> list[tuple[str, str]]:
@@ -108,7 +108,7 @@ class PositionReport(ResultView):
             *self.sites.items(),
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as JSON."""
         return {**self.__dict__, "geometry": dict(self.geometry.__dict__), "sites": dict(self.sites)}
 
@@ -128,7 +128,7 @@ def describe_positions(model: PreTrainedModel) -> PositionReport:
         >>> describe_positions(model).native
         'learned table, 16 positions'
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     patch = getattr(target, "_posswap", None)
     sites = locate(target)
     if patch is None:
@@ -193,7 +193,7 @@ class Explanation(ResultView):
     refusal: str | None
     schemes: dict[str, str]
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         plan = None if self.plan is None else self.plan.title
         return {"report": self.report.title, "plan": plan, "refusal": self.refusal, "schemes": len(self.schemes)}
 
@@ -217,7 +217,7 @@ class Explanation(ResultView):
             sections.append(f"refused: {printable(self.refusal)}")
         return "\n\n".join(sections)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the explanation as JSON."""
         plan = None if self.plan is None else self.plan.to_dict()
         return {"model": self.report.to_dict(), "plan": plan, "refusal": self.refusal, "schemes": self.schemes}
@@ -258,7 +258,7 @@ def explain(
             f"{report.model} already carries {report.swapped}: take the model without that swap instead."
         )
     if report.swapped is not None:
-        return Explanation(report, skeleton._posswap.plan, None, {})
+        return Explanation(report, applied_swap(skeleton).plan, None, {})
     if scheme is None:
         suited = schemes_for(locate(skeleton).main.inputs)
         return Explanation(report, None, None, {name: _outcome(skeleton, name, report) for name in suited})
@@ -273,7 +273,7 @@ def supports(
     scheme: SchemeChoice,
     *,
     trust_remote_code: bool = False,
-    **options: Any,
+    **options: object,
 ) -> bool:
     """Return whether `model` supports `scheme`. No weights are read.
 
@@ -320,7 +320,7 @@ def list_families() -> dict[str, str]:
     return {name: family.summary for name, family in FAMILIES.items()}
 
 
-def on_meta(model: Any, *, trust_remote_code: bool = False) -> Any:
+def on_meta(model: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return `model`, or a model without weights for a config, a folder or a Hub id.
 
     For a config with a recorded swap, the model is the original one with the plan attached: enough to describe, not to
@@ -341,12 +341,12 @@ def on_meta(model: Any, *, trust_remote_code: bool = False) -> Any:
         with building_from(config), within(bounds, config), torch.device("meta"):
             stock = model_class(copy.deepcopy(config))
         refuse_lie(plan, list(config_problems(stock, skeleton, plan)))
-    skeleton._posswap = AppliedSwap(plan, skeleton.config)
+    skeleton.__dict__["_posswap"] = AppliedSwap(plan, skeleton.config)
     return skeleton
 
 
 @hub_reading
-def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs: object) -> PreTrainedConfig:
     """Return the config of a folder or Hub id.
 
     Args:
@@ -369,7 +369,7 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
         ) from error
 
 
-def model_class_of(config: PreTrainedConfig) -> Any:
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class that the config's checkpoint names, or the first Auto class that has one.
 
     Raises:
@@ -386,7 +386,7 @@ def model_class_of(config: PreTrainedConfig) -> Any:
     whole = (AutoModelForSeq2SeqLM,) if getattr(config, "is_encoder_decoder", False) else ()
     for auto in (*whole, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
         mapping = auto_mapping(auto)
-        if type(config) in mapping:
+        if mapping is not None and type(config) in mapping:
             classes = mapping[type(config)]
             return native_class(classes[0] if isinstance(classes, tuple) else classes)
     raise UnsupportedModelError(f"no model class of transformers goes with config {type(config).__name__}.")

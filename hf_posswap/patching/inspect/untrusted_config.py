@@ -44,6 +44,8 @@ from hf_posswap.utils.threads import PROCESS
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes, refuse_outside
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MOST_MODULES = 2**18
@@ -147,7 +149,7 @@ class _Counts(threading.local):
 
 _counts = _Counts()
 _installing = threading.Lock()
-_installed: list[Any] = []
+_installed: list[object] = []
 """Hooks that are never removed: torch iterates over them in every thread that builds a model, and fails if one is
 removed meanwhile."""
 
@@ -175,7 +177,7 @@ def within(bounds: Bounds, config: PreTrainedConfig) -> Iterator[None]:
         _counts.running.pop()
 
 
-def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any) -> None:
+def refuse_endless(model_class: Any, config: PreTrainedConfig, bounds: Bounds, **options: object) -> None:
     """Refuse a `config` whose model, before any swap, exceeds `bounds`.
 
     Args:
@@ -187,7 +189,7 @@ def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any
     Raises:
         CheckpointError: the model exceeds them; the message says how.
     """
-    config_class: Any = type(config)
+    config_class = type(config)
     plain = native_config(config) if native_config_class(config) is not config_class else copy.deepcopy(config)
     with within(bounds, plain), without_initialising(), torch.device("meta"):
         if auto_mapping(model_class) is None:
@@ -199,7 +201,7 @@ def refuse_endless(model_class: Any, config: Any, bounds: Bounds, **options: Any
 
 def recorded_plan(
     config: PreTrainedConfig, model_class: type[PreTrainedModel], bounds: Bounds | None = None
-) -> tuple[Any, SwapPlan]:
+) -> tuple[PreTrainedModel, SwapPlan]:
     """Return the model before the swap that `config` records, on meta, and the plan of that swap.
 
     Args:
@@ -272,7 +274,9 @@ def config_problems(model: PreTrainedModel, skeleton: PreTrainedModel, plan: Swa
     yield from _setting_problems(model, skeleton, values, tuple(edit.path for edit in rotary))
 
 
-def _rotary_problems(model: PreTrainedModel, skeleton: PreTrainedModel, plan: SwapPlan, edit: Any) -> Iterator[str]:
+def _rotary_problems(
+    model: PreTrainedModel, skeleton: PreTrainedModel, plan: SwapPlan, edit: RebuildRotary
+) -> Iterator[str]:
     """Yield the differences in a rotary module; frequencies come from the config, whatever the module's dtype."""
     stack, scheme = plan.sites.stack(edit.stack), plan.schemes[edit.stack]
     config = config_at(model.config, edit.part)
@@ -288,7 +292,7 @@ def _rotary_problems(model: PreTrainedModel, skeleton: PreTrainedModel, plan: Sw
         yield f"config.rope_parameters has {_differing(config, planned, stack.rope_layer_types)}"
 
 
-def _contradict(config: PreTrainedConfig, planned: Any, sets: tuple[str, ...]) -> bool:
+def _contradict(config: PreTrainedConfig, planned: object, sets: tuple[str, ...]) -> bool:
     """Return whether the rope parameters of a config contradict the planned ones, even if the angles agree.
 
     A key missing in one of them is no contradiction: releases of transformers differ in the defaults that they write.
@@ -301,7 +305,7 @@ def _contradict(config: PreTrainedConfig, planned: Any, sets: tuple[str, ...]) -
     )
 
 
-def _is_close(actual: Any, expected: object) -> bool:
+def _is_close(actual: object, expected: object) -> bool:
     """Return whether two values are equal up to float rounding."""
     if isinstance(actual, list) and isinstance(expected, list):
         return len(actual) == len(expected) and all(map(_is_close, actual, expected))
@@ -312,12 +316,14 @@ def _is_close(actual: Any, expected: object) -> bool:
     return bool(actual == expected)
 
 
-def _actual_and_planned(config: PreTrainedConfig, planned: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _actual_and_planned(
+    config: PreTrainedConfig, planned: Any, name: str
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return the rope parameters of one set in a config, and the planned ones."""
     return parameters_of(config, name), (planned.get(name) if name else planned) or {}
 
 
-def _differing(config: PreTrainedConfig, planned: Any, sets: tuple[str, ...]) -> str:
+def _differing(config: PreTrainedConfig, planned: object, sets: tuple[str, ...]) -> str:
     """Describe where the rope parameters of a config differ from the planned ones."""
     differences = []
     for name in sets:
@@ -328,7 +334,7 @@ def _differing(config: PreTrainedConfig, planned: Any, sets: tuple[str, ...]) ->
 
 
 def _setting_problems(
-    model: PreTrainedModel, skeleton: PreTrainedModel, values: dict[str, Any], rotary: tuple[str, ...]
+    model: PreTrainedModel, skeleton: PreTrainedModel, values: Mapping[str, object], rotary: tuple[str, ...]
 ) -> Iterator[str]:
     """Yield plain attributes of `model` that differ from a stock model of the planned config."""
     planned = copy.deepcopy(skeleton.config)

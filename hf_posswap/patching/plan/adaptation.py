@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,9 @@ from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.rope import Rope, RotaryScheme
 from hf_posswap.schemes.sum import Sum, Together
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
 _ADDED = "fine-tuning: the mechanism that the weights know stays, or one they can use; what is added is new to them"
@@ -120,7 +123,7 @@ def _biases_alike(scheme: Scheme, native: Scheme, geometry: Geometry) -> bool:
     return True
 
 
-def as_trained(plan: SwapPlan, record: SwapRecord, config: Any) -> SwapPlan:
+def as_trained(plan: SwapPlan, record: SwapRecord, config: PreTrainedConfig) -> SwapPlan:
     """Return `plan` with the training recorded in `config`, if that belongs to the recorded swap.
 
     Args:

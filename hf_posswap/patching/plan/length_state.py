@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ LENGTH_NAMES = (
 """Config values with the length of a model."""
 
 
-def plan_length_state(context: SwapContext, values: dict[str, Any], planned: list[Edit]) -> PlanDraft:
+def plan_length_state(context: SwapContext, values: Mapping[str, object], planned: list[Edit]) -> PlanDraft:
     """Return the edits that make a model match a stock one of the new length, outside its tables.
 
     If a stock model of that length would have other weights besides the tables, no config can express the swap.
@@ -60,7 +60,7 @@ def plan_length_state(context: SwapContext, values: dict[str, Any], planned: lis
     return draft + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
 
 
-def _fresh(model: PreTrainedModel, lengths: dict[str, int]) -> Any:
+def _fresh(model: PreTrainedModel, lengths: Mapping[str, object]) -> PreTrainedModel:
     """Return a model on meta of the class of `model`, its config with other lengths."""
     config = copy.deepcopy(model.config)
     for name, value in lengths.items():
@@ -69,7 +69,7 @@ def _fresh(model: PreTrainedModel, lengths: dict[str, int]) -> Any:
         return build_native(model, config)
 
 
-def _masks(context: SwapContext, fresh: Any, unread: set[str], stopped: set[str]) -> Iterator[Edit]:
+def _masks(context: SwapContext, fresh: PreTrainedModel, unread: set[str], stopped: set[str]) -> Iterator[Edit]:
     """Yield edits for causal masks of the new length; the family must describe any other buffer that follows it.
 
     Args:
@@ -115,7 +115,7 @@ def table_paths(sites: Sites) -> tuple[str, ...]:
     return tuple(stack.table.path for stack in sites.stacks if isinstance(stack.table, TokenTable))
 
 
-def _shapes(model: PreTrainedModel, paths: tuple[str, ...]) -> dict[str, Any]:
+def _shapes(model: PreTrainedModel, paths: tuple[str, ...]) -> dict[str, torch.Size]:
     """Return the shape of each tensor of `model` except the tables at `paths`."""
     left_out = {f"{path}.weight" for path in paths}
     return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}

@@ -59,7 +59,7 @@ def plan_swap(
     max_length: int | None = None,
     site: SiteChoice = "auto",
     relative: RelativeChoice | None = None,
-    **options: Any,
+    **options: object,
 ) -> SwapPlan:
     """Return what `patch_model` with the same arguments would do. The model is not touched; it may be on meta.
 
@@ -97,7 +97,7 @@ def _planned(
     max_length: int | None,
     site: SiteChoice,
     relative: RelativeChoice | None,
-    options: dict[str, Any],
+    options: Mapping[str, object],
 ) -> SwapPlan:
     _check_arguments(model, max_length, site)
     refuse_wrapped_parts(model)
@@ -135,7 +135,7 @@ def _refuse_config_of_decoder(model: PreTrainedModel, sites: Sites) -> None:
 
 
 def _check_arguments(model: PreTrainedModel, max_length: int | None, site: SiteChoice) -> None:
-    carried: Any = getattr(model, "_posswap", None)
+    carried = getattr(model, "_posswap", None)
     if carried is not None:
         raise AlreadyPatchedError(
             f"{type(model).__name__} already carries {carried.plan.named}: call unpatch_model(model) first."
@@ -171,7 +171,7 @@ def _reach(scheme: Scheme, sites: Sites, stack: str) -> int:
     return scheme.reach(geometry) or geometry.original_length
 
 
-def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: dict[str, Any]) -> dict[str, Scheme]:
+def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: Mapping[str, object]) -> dict[str, Scheme]:
     """Return the scheme of every stack to swap, by stack name, the main stack last.
 
     Raises:
@@ -289,7 +289,7 @@ def _config(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     for path, value in draft.values.items():
         before = config_at(context.model.config, path)
         if before != value:
-            text: dict[str, Any] = {"before": brief(before), "after": brief(value), "stack": context.stack.name}
+            text = {"before": brief(before), "after": brief(value), "stack": context.stack.name}
             planned.edits.append(EditConfig(site="config", path=path, **text, value=value))
     return planned
 
@@ -367,7 +367,7 @@ def _foreign_modules(value: object) -> dict[str, str]:
     return modules
 
 
-def unwrap(model: Any) -> Any:
+def unwrap(model: Any) -> PreTrainedModel:
     """Return the transformers model inside `model`: itself, the base of a PEFT model, or that of a SentenceTransformer.
 
     Raises:

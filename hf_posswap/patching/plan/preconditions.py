@@ -231,7 +231,7 @@ def refuse_two_sided(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
 
 def _all_in(scheme: Scheme) -> Iterator[Scheme]:
     """Yield `scheme` and every scheme inside it."""
-    pending: list[Any] = [scheme]
+    pending: list[object] = [scheme]
     while pending:
         value = pending.pop()
         if isinstance(value, Scheme):

@@ -76,7 +76,7 @@ class SwapPlan(ResultView):
     record: SwapRecord
     sites: Sites
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {
             "model": self.model,
             "scheme": self.named,
@@ -154,7 +154,7 @@ class SwapPlan(ResultView):
         """Return the scheme and the geometry of the stack of `edit`."""
         return self.schemes[edit.stack], self.sites.stack(edit.stack).geometry
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the plan as JSON for `from_dict`."""
         return {
             **{name: getattr(self, name) for name in _PLAIN},

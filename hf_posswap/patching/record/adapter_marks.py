@@ -24,6 +24,7 @@ from hf_posswap.utils.untrusted import parse_json, read_bounded_json
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 SIDECAR = "posswap.json"
 """The file next to an adapter that holds the record, too."""
@@ -38,7 +39,7 @@ _LEARNED = re.compile(r"(weight|bias|prompt_embeddings)$|(^|\.)(lora|ia3|vera)_[
 """The names of what PEFT's methods learn, which are floating-point numbers; the most common ones."""
 
 
-def mark_adapter(weights: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+def mark_adapter(weights: dict[str, Tensor], record: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the weights of an adapter as they are written; those that are marked stay as they are.
 
     Args:
@@ -52,7 +53,7 @@ def mark_adapter(weights: dict[str, Any], record: dict[str, Any]) -> dict[str, A
     return {**weights, **marked, prefix + RECORD: torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)}
 
 
-def unmark_adapter(weights: dict[str, Any]) -> dict[str, Any]:
+def unmark_adapter(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of an adapter in their own shapes, without the record."""
     record = next(filter(_is_record, weights), None)
     if record is None:
@@ -72,7 +73,7 @@ def _is_record(name: str) -> bool:
     return name.rpartition(".")[2] == RECORD
 
 
-def record_in(weights: Mapping[str, Any]) -> SwapRecord | None:
+def record_in(weights: Mapping[str, Tensor]) -> SwapRecord | None:
     """Return the record of the swap that the weights of an adapter belong to; None: they are not marked.
 
     Raises:
@@ -122,7 +123,7 @@ def _read_file(path: Path) -> tuple[SwapRecord | None, dict[str, str]]:
     return record_in(serialized), dtypes
 
 
-def kinds_in(weights: Mapping[str, Any]) -> dict[str, str]:
+def kinds_in(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Return names and kinds of numbers of an adapter's weights in memory, as `kinds_in_file`."""
     dtypes = {name: value.dtype for name, value in weights.items() if isinstance(value, Tensor)}
     return {
@@ -165,7 +166,7 @@ def _plain(name: str, adapters: set[str]) -> str:
     return ".".join(word for word in name_without_adapter(name).split(".") if word not in adapters)
 
 
-def refuse_misfit(model: Any, source: Path) -> None:
+def refuse_misfit(model: nn.Module, source: Path) -> None:
     """Refuse an adapter in a folder that was trained on another mechanism, or does not hold a swapped model's numbers.
 
     Its sidecar says so, or its weights. That of the Hub is refused later, by its weights: nobody who loads an adapter
@@ -189,7 +190,7 @@ def refuse_misfit(model: Any, source: Path) -> None:
         refuse_integers(model, dtypes, str(source))
 
 
-def refuse_misfit_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+def refuse_misfit_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Refuse the weights of an adapter in memory, as `refuse_misfit` does those in a folder.
 
     Raises:
@@ -221,7 +222,7 @@ def carries_swap(model: nn.Module) -> bool:
     return getattr(getattr(base_of(model), "config", None), "posswap", None) is not None
 
 
-def base_of(model: Any) -> Any:
+def base_of(model: Any) -> PreTrainedModel:
     """Return the model that PEFT's models are around; any other is its own."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()

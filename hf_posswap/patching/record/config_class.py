@@ -6,9 +6,9 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION
 from hf_posswap.compat.transformers_models import config_validators, give_config_class, model_under_construction
@@ -31,18 +31,24 @@ from hf_posswap.versions import tested
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    class PluginConfig(PreTrainedConfig):
+        """What `plugin_config_class` makes: a subclass of the native config class, which it names."""
+
+        posswap_native: ClassVar[type[PreTrainedConfig]]
+
+
 _SAVED_TYPE = "posswap_saved_model_type"
 """Key of a config that is being read, for the model type in its file."""
-_told: list[Callable[[Any], None]] = []
+_told: list[Callable[[type[PluginConfig]], None]] = []
 _told_of: set[type] = set()
 
 
-def on_new_config_class(action: Callable[[Any], None]) -> None:
+def on_new_config_class(action: Callable[[type[PluginConfig]], None]) -> None:
     """Call `action` with each class that `plugin_config_class` makes, once there is one."""
     _told.append(action)
 
 
-def plugin_config_class(native: Any) -> Any:
+def plugin_config_class(native: type[PreTrainedConfig]) -> type[PluginConfig]:
     """Return the config class of swapped models whose native config class is `native`; the same each time.
 
     It is a subclass that writes `model_type: posswap` into config.json. In memory the model type is unchanged, so PEFT,
@@ -59,7 +65,7 @@ def plugin_config_class(native: Any) -> Any:
 
 
 @once
-def _make_config_class(native: Any) -> Any:
+def _make_config_class(native: type[PreTrainedConfig]) -> type[PluginConfig]:
     body = {
         "__deepcopy__": _deepcopy,
         "__module__": __name__,
@@ -77,7 +83,7 @@ def _make_config_class(native: Any) -> Any:
     return type(f"Posswap{native.__name__}", (native,), body)
 
 
-def _get_config_dict(cls: Any, /, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _get_config_dict(cls: Any, /, *args: object, **kwargs: object) -> tuple[dict[str, object], dict[str, object]]:
     """Read as the native class does, under its model type: of another one it warns that it may be an error."""
     values, rest = cls.posswap_native.get_config_dict.__func__(cls, *args, **kwargs)
     record = values.get("posswap")
@@ -87,7 +93,7 @@ def _get_config_dict(cls: Any, /, *args: Any, **kwargs: Any) -> tuple[dict[str, 
     return values, rest
 
 
-def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+def _from_dict(cls: Any, /, config_dict: Mapping[str, object], **kwargs: object) -> object:
     saved_type = config_dict.get(_SAVED_TYPE, config_dict.get("model_type"))
     config_dict = {name: value for name, value in config_dict.items() if name != _SAVED_TYPE}
     if saved_type == POSSWAP_MODEL_TYPE:  # a class of swapped models reads a folder
@@ -95,7 +101,7 @@ def _from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
     return cls.posswap_native.from_dict.__func__(cls, config_dict, **kwargs)
 
 
-def _set_attribute(self: Any, name: str, value: Any) -> None:
+def _set_attribute(self: PluginConfig, name: str, value: Any) -> None:
     built = model_under_construction(name)
     if built is not None:
         _refuse_stock(self, type(built))
@@ -117,7 +123,7 @@ def _refuse_by_values(config: PreTrainedConfig) -> None:
             attributes[name] = REFUSED_ATTENTION
 
 
-def _refuse_stock(config: PreTrainedConfig, built: Any) -> None:
+def _refuse_stock(config: PreTrainedConfig, built: type) -> None:
     """Refuse to be the config of a model that a stock class, or a subclass of one, builds: it would not be swapped.
 
     A swapped class builds its model from the native config and puts the swap in. A user's own model may be built from
@@ -135,12 +141,12 @@ def _refuse_stock(config: PreTrainedConfig, built: Any) -> None:
     )
 
 
-def _to_dict(self: Any) -> dict[str, Any]:
-    values: dict[str, Any] = self.posswap_native.to_dict(self)
+def _to_dict(self: PluginConfig) -> dict[str, object]:
+    values: dict[str, object] = self.posswap_native.to_dict(self)
     return values if getattr(self, "posswap", None) is None else values | REFUSED_IN_MEMORY
 
 
-def _to_json_string(self: Any, use_diff: bool = True) -> str:
+def _to_json_string(self: PluginConfig, use_diff: bool = True) -> str:
     text = str(self.posswap_native.to_json_string(self, use_diff))
     if getattr(self, "posswap", None) is None or self.model_type == POSSWAP_MODEL_TYPE:
         return text  # PEFT reads the config.json of the base, swapped or not, with this class
@@ -150,29 +156,29 @@ def _to_json_string(self: Any, use_diff: bool = True) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def _to_json_file(self: Any, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+def _to_json_file(self: PluginConfig, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
     write_code(self, Path(json_file_path).parent)
     self.posswap_native.to_json_file(self, json_file_path, use_diff)
 
 
-def _validate(self: Any) -> None:
+def _validate(self: PluginConfig) -> None:
     for check in config_validators(self.posswap_native):
         if check.__name__ != "validate_rope":  # the rope type is unknown to transformers, on purpose
             check(self)
 
 
-def _reduce(self: Any) -> tuple[Any, ...]:
+def _reduce(self: PluginConfig) -> tuple[object, ...]:
     return _rebuild, (self.posswap_native, self.__dict__.copy())
 
 
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+def _deepcopy(self: PluginConfig, memo: dict[int, object]) -> PluginConfig:
     new = object.__new__(type(self))  # the compiler, which traces copies, cannot go by way of reduce
     memo[id(self)] = new
     new.__dict__.update(copy.deepcopy(self.__dict__, memo))
     return new
 
 
-def as_plugin_config(config: PreTrainedConfig) -> Any:
+def as_plugin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Give a swapped model's `config` its class of plugin checkpoints, and return it."""
     give_config_class(config, plugin_config_class(native_config_class(config)))
     _refuse_by_values(config)
@@ -180,7 +186,7 @@ def as_plugin_config(config: PreTrainedConfig) -> Any:
     return config
 
 
-def read_plugin_config(values: dict[str, Any], **kwargs: object) -> Any:
+def read_plugin_config(values: dict[str, object], **kwargs: object) -> object:
     """Return the config of a plugin checkpoint; kwargs and result are those of transformers' `from_dict`.
 
     Raises:
@@ -193,7 +199,7 @@ def read_plugin_config(values: dict[str, Any], **kwargs: object) -> Any:
         raise RecordError(
             f"config.posswap names model type {record.base_type!r}, which this transformers does not have."
         )
-    native: Any = CONFIG_MAPPING[record.base_type]
+    native = CONFIG_MAPPING[record.base_type]
     refuse_endless_lists("a swapped checkpoint", values)  # where transformers reads it, and not `hf_posswap.load`
     values = read(values)
     rope = values.get("rope_parameters")  # its rope_type is unknown to transformers, on purpose
@@ -232,7 +238,7 @@ def _code_or_why(config: PreTrainedConfig) -> dict[str, str] | UnsupportedSwapEr
         return error
 
 
-def _rebuild(native: type, state: dict[str, Any]) -> Any:
-    config: Any = object.__new__(plugin_config_class(native))
+def _rebuild(native: type[PreTrainedConfig], state: Mapping[str, object]) -> PluginConfig:
+    config = object.__new__(plugin_config_class(native))
     config.__dict__.update(state)
     return config

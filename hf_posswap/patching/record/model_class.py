@@ -16,9 +16,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posswap.compat.accelerate_state import hook_of
 from hf_posswap.compat.peft_wrappers import (
@@ -47,11 +47,14 @@ from hf_posswap.utils.public_names import after_import
 from hf_posswap.utils.threads import once
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
+
+    from hf_posswap.patching.record.config_class import PluginConfig
 
 MARKED = "_posswap_marked"
 """Attribute of a swapped model: the weights that its checkpoints show as marked, by name, and their dimensions."""
-_building: contextvars.ContextVar[Any] = contextvars.ContextVar("posswap_building", default=None)
+_building: contextvars.ContextVar[type | None] = contextvars.ContextVar("posswap_building", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Runtime:
 
     restore: Callable[[Any, SwapRecord], None]
     initialise: Callable[[Any, nn.Module], bool]
-    freeze: Callable[[Any], None]
+    freeze: Callable[[nn.Module], None]
 
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -80,7 +83,7 @@ def run_by(runtime: Runtime) -> None:
     _runtime[:] = [runtime]
 
 
-def native_class(cls: type) -> Any:
+def native_class(cls: type) -> type[PreTrainedModel]:
     """Return the stock class of a swapped class; any other class is its own."""
     return getattr(cls, "posswap_native", cls)
 
@@ -95,10 +98,10 @@ class SwappedModel(LoadingHooks):
     posswap_native: Any
     """The stock class."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         native = self.posswap_native
         record = _record_of(config, native)
-        model: Any = self
+        model = self
         give_class(model, native)  # until it is swapped: planning looks at a native model
         native.__init__(model, native_config(config), *args, **kwargs)
         carried = getattr(model.config, "posswap", None)
@@ -110,7 +113,7 @@ class SwappedModel(LoadingHooks):
                 f"config records another, to {record.scheme['name']}: build it from a config without a swap."
             )
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return (_empty, (self.posswap_native,), *object.__reduce_ex__(self, max(2, int(protocol)))[2:])
 
     @classmethod
@@ -121,7 +124,7 @@ class SwappedModel(LoadingHooks):
         return _runtime[0].initialise(self, module)
 
     def initialize_weights(self) -> None:
-        model: Any = self
+        model = self
         for module in model.modules():  # transformers asks the model nearest to each, which may be stock: a tower
             _runtime[0].initialise(model, module)
         self.posswap_native.initialize_weights(self)
@@ -134,13 +137,13 @@ class SwappedModel(LoadingHooks):
             _mark(self, state, prefix)
         return state
 
-    def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+    def posswap_read(self, state: dict[str, Tensor], prefix: str, metadata: dict[str, object]) -> dict[str, object]:
         unmark(state, _marked(self), prefix)
         if prefix + RECORD in state:  # an adapter's weights, by PEFT's `set_peft_model_state_dict`
             state.update(_unmarked_adapter(self, {name: state.pop(name) for name in list(state)}))
         return dict(metadata)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: str | Path, *args: object, **kwargs: Any) -> object:
         if kwargs.get("state_dict") is not None:  # trainers gather it
             kwargs["state_dict"] = dict(kwargs["state_dict"])
             for prefix, inner in _models_sharing_config(self):
@@ -151,12 +154,12 @@ class SwappedModel(LoadingHooks):
         finally:
             _saving.reset(token)
 
-    def get_adapter_state_dict(self, *args: object, **kwargs: object) -> Any:
+    def get_adapter_state_dict(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Return the weights of an adapter that transformers put in; marked where they are to be saved."""
         weights = self.posswap_native.get_adapter_state_dict(self, *args, **kwargs)
         return _marked_adapter(self, weights) if _saving.get() else weights
 
-    def load_adapter(self, *args: object, **kwargs: object) -> Any:
+    def load_adapter(self, *args: object, **kwargs: object) -> object:
         """Put an adapter in, as transformers does, unless it was trained on a base with another mechanism.
 
         Raises:
@@ -178,7 +181,9 @@ class SwappedModel(LoadingHooks):
         return native(**{**given, **more})
 
     @classmethod
-    def posswap_conversions(cls, model: nn.Module) -> list[Any]:  # saving does not undo them: it marks by itself
+    def posswap_conversions(
+        cls, model: nn.Module
+    ) -> list[WeightConverter]:  # saving does not undo them: it marks by itself
         return list(unmarking(sorted({name for _, inner in _models_sharing_config(model) for name in _marked(inner)})))
 
     @classmethod
@@ -186,20 +191,22 @@ class SwappedModel(LoadingHooks):
         _runtime[0].freeze(model)
 
 
-def swapped_class(native: Any) -> Any:
+def swapped_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of the swapped models of a stock class, or of a subclass of one; the same each time."""
+    assert native.config_class is not None
     plugin_config_class(native.config_class)  # a new one has the Auto classes ask for this one
     return _make_swapped_class(native)
 
 
 @once
-def _make_swapped_class(native: Any) -> Any:
+def _make_swapped_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    assert native.config_class is not None
     swapped = _subclass(SwappedModel, native, config_class=plugin_config_class(native.config_class))
     _announce(swapped)
     return swapped
 
 
-def _subclass(base: type, native: Any, **attributes: Any) -> Any:
+def _subclass(base: type, native: type[PreTrainedModel], **attributes: object) -> type[PreTrainedModel]:
     """Return a new class of `base` and the stock class `native`, under its name, with more `attributes`."""
     body = {
         "__module__": native.__module__,  # transformers, and families, look at the code around a class
@@ -247,7 +254,7 @@ def leave_swapped_class(model: nn.Module) -> None:
             give_class(inner, native_class(type(inner)))
 
 
-def unmarking(names: Iterable[str]) -> Iterator[Any]:
+def unmarking(names: Iterable[str]) -> Iterator[WeightConverter]:
     """Yield the conversions by which `from_pretrained` gives marked weights of these names their shapes back.
 
     Weights that are not marked, as those of a base checkpoint and of older swapped ones, stay as they are.
@@ -255,7 +262,13 @@ def unmarking(names: Iterable[str]) -> Iterator[Any]:
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
     class Unmark(ConversionOps):
-        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+        def convert(
+            self,
+            input_dict: dict[str, Any],
+            source_patterns: list[str],
+            target_patterns: list[str],
+            **kwargs: Any,
+        ) -> dict[str, Any]:
             ((_, weight),) = input_dict.items()
             tensor = weight[0] if isinstance(weight, list) else weight
             model, name = kwargs["model"], kwargs["full_layer_name"]
@@ -266,7 +279,7 @@ def unmarking(names: Iterable[str]) -> Iterator[Any]:
         yield WeightConverter(name.replace(".", r"\.") + "$", name, operations=[Unmark()])
 
 
-def register_models(config_class: Any) -> None:
+def register_models(config_class: type[PluginConfig]) -> None:
     """Make every Auto class that knows the native config class of `config_class` know it, too."""
     native = config_class.posswap_native
     for mapping in auto_mappings():
@@ -280,12 +293,12 @@ def register_models(config_class: Any) -> None:
 on_new_config_class(register_models)
 
 
-def _marked_adapter(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+def _marked_adapter(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     base = base_of(model)
     return mark_adapter(weights, base.config.posswap) if issubclass(type(base), SwappedModel) else weights
 
 
-def _unmarked_adapter(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+def _unmarked_adapter(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     refuse_misfit_weights(model, weights)
     return unmark_adapter(weights)
 
@@ -302,7 +315,7 @@ after_import(
 )
 
 
-def _record_of(config: PreTrainedConfig, native: Any) -> SwapRecord:
+def _record_of(config: PreTrainedConfig, native: type[PreTrainedModel]) -> SwapRecord:
     if getattr(config, "posswap", None) is None:
         raise RecordError(
             f"{architecture_of(native.__name__)} is the class of swapped models, and this {type(config).__name__} "
@@ -327,7 +340,7 @@ def _inner_models(model: nn.Module) -> list[str]:
     return [path for path, module in modules if isinstance(module, PreTrainedModel) and id(module) not in known]
 
 
-def _mark(model: Any, state: dict[str, Any], prefix: str) -> None:
+def _mark(model: Any, state: dict[str, Tensor], prefix: str) -> None:
     """Mark weights of `model` in a state dict that is to be saved, in place."""
     from transformers.integrations.accelerate import load_offloaded_parameter
 
@@ -339,11 +352,11 @@ def _mark(model: Any, state: dict[str, Any], prefix: str) -> None:
     mark(state, names, prefix)
 
 
-def _marked(model: Any) -> dict[str, int]:
+def _marked(model: object) -> dict[str, int]:
     return vars(model).get(MARKED, {})
 
 
-def _tensor(model: Any, name: str) -> Any:
+def _tensor(model: nn.Module, name: str) -> Tensor:
     """Return the weight `name` of `model`, also where PEFT wraps its module."""
     path, _, leaf = name.rpartition(".")
     return getattr(base_layer_of(original_of(model.get_submodule(path))), leaf)
@@ -361,7 +374,7 @@ def _announce(swapped: Any) -> None:
         setattr(home, name, swapped)
 
 
-def _empty(native: Any, is_part: bool = False) -> Any:
+def _empty(native: type[PreTrainedModel], is_part: bool = False) -> PreTrainedModel:
     """Return an empty instance of the swapped class of `native`, or of its part class, for copies and pickles."""
     cls = swapped_part_class(native) if is_part else swapped_class(native)
     return cls.__new__(cls)
@@ -373,7 +386,7 @@ class SwappedPart(LoadingHooks):
     posswap_native: Any
     """The stock class."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         name = self.posswap_native.__name__
         raise RecordError(
             f"this class is that of a {name} inside a swapped model, and the config of a part does not hold the swap: "
@@ -381,7 +394,7 @@ class SwappedPart(LoadingHooks):
             "type(model)(model.config) makes."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return (_empty, (self.posswap_native, True), *object.__reduce_ex__(self, max(2, int(protocol)))[2:])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -390,10 +403,10 @@ class SwappedPart(LoadingHooks):
         refuse_elsewhere(state, given.get("prefix", ""), self.posswap_native.__name__)
         return state
 
-    def posswap_read(self, state: dict[str, Any], prefix: str, metadata: Any) -> Any:
+    def posswap_read(self, state: dict[str, Tensor], prefix: str, metadata: dict[str, object]) -> dict[str, object]:
         return dict(metadata)
 
-    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+    def save_pretrained(self, *_: object, **__: object) -> NoReturn:
         name = self.posswap_native.__name__
         raise UnsupportedSwapError(
             f"this {name} is a part of a swapped model, whose config alone records the swap: saved by itself it would "
@@ -414,11 +427,11 @@ def give_part_class(module: nn.Module) -> None:
 
 def leave_part_class(module: nn.Module) -> None:
     """Restore the class of a submodel of a swapped model."""
-    give_class(module, module.posswap_native)
+    give_class(module, native_class(type(module)))
 
 
 @once
-def swapped_part_class(native: Any) -> Any:
+def swapped_part_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the part class of submodels of the stock class `native`; the same each time."""
     return _subclass(SwappedPart, native)
 
@@ -426,17 +439,17 @@ def swapped_part_class(native: Any) -> Any:
 class _ReachedSwapError(BaseException):
     """Ends a constructor of the user's own where it would patch `model`, which it builds to plan that very patch."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
 
-def build_native(model: nn.Module, config: Any) -> Any:
+def build_native(model: nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
     """Return a fresh model of the class that `model` had before any swap, for a native `config`; see `build_class`."""
     return build_class(native_class(type(model)), config)
 
 
-def build_class(cls: type, config: PreTrainedConfig) -> Any:
+def build_class(cls: type, config: PreTrainedConfig) -> PreTrainedModel:
     """Return a fresh model of a stock class, or of a subclass of one, for a native `config`.
 
     Where the class patches itself in its constructor, the model is returned as it is before that.
@@ -450,7 +463,7 @@ def build_class(cls: type, config: PreTrainedConfig) -> Any:
         _building.reset(token)
 
 
-def stop_if_building(model: nn.Module) -> None:
+def stop_if_building(model: PreTrainedModel) -> None:
     """End the construction of `model` here, where it is one that `build_class` makes."""
     if _building.get() is type(model):
         raise _ReachedSwapError(model)

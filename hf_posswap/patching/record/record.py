@@ -133,7 +133,7 @@ def _need(good: bool, where: str, value: object, expected: str) -> None:
         raise RecordError(f"config.posswap: {where} must be {expected}, got {reprlib.repr(value)}.")
 
 
-def _check_json(record: dict[str, Any]) -> None:
+def _check_json(record: dict[str, object]) -> None:
     """Check that `record` is JSON within the bounds, without recursion, at any depth."""
     waiting: list[tuple[str, Any, int]] = [("", record, 1)]
     seen = 0
@@ -156,7 +156,7 @@ def _check_json(record: dict[str, Any]) -> None:
                 _check_leaf(location, child)
 
 
-def _check_keys(where: str, value: dict[Any, Any]) -> None:
+def _check_keys(where: str, value: dict[object, object]) -> None:
     for key in value:
         plain = isinstance(key, str) and _TEXT.fullmatch(key) and key and not key.startswith("_")
         _need(bool(plain), f"{where or 'the record'}: each key", key, "a plain name")
@@ -247,7 +247,7 @@ class SwapRecord(ResultView):
     relative: Literal["keep", "drop"] | None = None
     imports: dict[str, str] | None = field(default=None, compare=False)
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {
             "scheme": self.scheme.get("name"),
             "route": self.route,
@@ -325,12 +325,12 @@ hf_posswap, or check the file.
         return cls(**data)
 
 
-def native_config_class(config: Any) -> type:
+def native_config_class(config: object) -> type:
     """Return the class that the config had before any swap."""
     return getattr(type(config), "posswap_native", type(config))
 
 
-def without_record(config: PreTrainedConfig) -> Any:
+def without_record(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a swapped `config`, of its native class, without hf_posswap's record.
 
     Its values are those of the swapped model: of a native swap they are what stock code runs.
@@ -343,7 +343,7 @@ def without_record(config: PreTrainedConfig) -> Any:
     return native
 
 
-def native_config(config: Any) -> Any:
+def native_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a swapped `config` as it was before the swap, of its native class."""
     record = SwapRecord.from_dict(config.posswap)
     native = without_record(config)
@@ -357,10 +357,10 @@ def native_config(config: Any) -> Any:
 
 
 def migrate(
-    data: dict[str, Any],
+    data: dict[str, object],
     newest: int = RECORD_VERSION,
     migrations: Mapping[int, Migration | str] = MIGRATIONS,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the record `data` in version `newest`; only its version has been checked.
 
     Raises:

@@ -25,7 +25,7 @@ the same with a part: an encoder, a tower, a language model     `RefusedElsewher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,14 +83,14 @@ def stock_name(architecture: str) -> str:
     return architecture.removeprefix(ARCHITECTURE_PREFIX)
 
 
-def plugin_values(values: dict[str, Any]) -> dict[str, Any]:
+def plugin_values(values: dict[str, Any]) -> dict[str, object]:
     """Return the values of a native config.json as those of a plugin checkpoint."""
     kept = {key: value for key, value in values.items() if key not in ("auto_map", TESTED_MARK, *REFUSED_IN_MEMORY)}
     refused = {"model_type": POSSWAP_MODEL_TYPE, "attn_implementation": REFUSED_ATTENTION}
     return kept | refused | {"architectures": [architecture_of(name) for name in values.get("architectures") or []]}
 
 
-def read(values: dict[str, Any]) -> dict[str, Any]:
+def read(values: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of a plugin checkpoint's config.json without what is there to be refused, but its model_type.
 
     Those of older checkpoints too, which have REFUSED_DTYPE instead of REFUSED_ATTENTION and of marked weights.
@@ -132,7 +132,7 @@ def weight_to_mark(model: nn.Module, attention: str) -> str:
     return min(others)[1]
 
 
-def mark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> None:
+def mark(state: dict[str, Tensor], names: dict[str, int], prefix: str = "") -> None:
     """Give the weights of a state dict that are to be marked the shape [1, *shape], in place.
 
     Args:
@@ -146,7 +146,7 @@ def mark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> None
             state[prefix + name] = weight.unsqueeze(0)
 
 
-def unmark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> None:
+def unmark(state: dict[str, Tensor], names: dict[str, int], prefix: str = "") -> None:
     """Give marked weights of a state dict their own shape back, in place; those that are not marked stay."""
     for name, dimensions in names.items():
         weight = state.get(prefix + name)
@@ -154,7 +154,7 @@ def unmark(state: dict[str, Any], names: dict[str, int], prefix: str = "") -> No
             state[prefix + name] = weight.squeeze(0)
 
 
-def refuse_elsewhere(state: Any, prefix: str, name: str) -> None:
+def refuse_elsewhere(state: object, prefix: str, name: str) -> None:
     """Make classes other than the swapped one of the stock class `name` refuse a state dict in memory."""
     metadata = state_metadata(state)
     if prefix[:-1] in metadata:

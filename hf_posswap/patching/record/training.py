@@ -13,10 +13,13 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.errors import RecordError
 from hf_posswap.patching.record.record import SwapRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NAME = "posswap_training"
 """The attribute of a config that holds the record."""
@@ -77,7 +80,7 @@ class TrainingRecord:
         losses = [f"{loss:.3f} at {int(length):,} tokens" for length, loss in self.held_out.items()]
         return f"{self.tokens:,} tokens{named}" + (f", held-out loss {', '.join(losses)}" if losses else "")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the record as JSON."""
         return asdict(self)
 
@@ -92,7 +95,7 @@ def swap_digest(record: SwapRecord) -> str:
     return hashlib.sha256(json.dumps(mechanism, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def training_of(config: Any) -> TrainingRecord | None:
+def training_of(config: PreTrainedConfig) -> TrainingRecord | None:
     """Return the training that `config` records; None: it records none.
 
     Raises:
@@ -155,7 +158,7 @@ def _is_losses(value: object) -> bool:
     return keys and all(type(loss) is float and math.isfinite(loss) for loss in value.values())
 
 
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "version": (lambda value: value == _VERSION and type(value) is int, f"{_VERSION}"),
     "base": (_is_text, "a name of at most 128 letters"),
     "base_weights": (_is_digest_or_none, "16 hexadecimal digits, or null"),

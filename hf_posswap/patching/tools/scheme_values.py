@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
 from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import Edit
@@ -84,7 +85,7 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         >>> swap_plan(finish_blend(model, max_length=64)).max_length
         64
     """
-    target: Any = unwrap(model)
+    target = unwrap(model)
     plan = _blend_plan(target)
     scheme: Any = plan.scheme
     if scheme.weight != 1.0:
@@ -108,10 +109,10 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     return model
 
 
-def _set_schemes(target: Any, schemes: dict[str, Scheme]) -> None:
+def _set_schemes(target: PreTrainedModel, schemes: dict[str, Scheme]) -> None:
     """Let the plan and the record of a swapped model say `schemes`, by stack: the same types with other values."""
-    target._posswap.plan = target._posswap.plan.with_schemes(schemes)
-    target.config.posswap = target._posswap.plan.record.to_dict()
+    applied_swap(target).plan = applied_swap(target).plan.with_schemes(schemes)
+    target.config.posswap = applied_swap(target).plan.record.to_dict()
 
 
 def _blend_plan(target: object) -> SwapPlan:
@@ -125,7 +126,7 @@ def _blend_plan(target: object) -> SwapPlan:
 def _move(model: Any, edit: Edit, weight: float) -> None:
     """Set the weight in the module that `edit` added for the blend."""
     if isinstance(edit, AddMechanism):
-        carried: Any = model.get_submodule(edit.path)
+        carried = model.get_submodule(edit.path)
         for mechanism in {carried, original_of(carried), *trained_copies_of(carried)}:
             mechanism.weight = weight
     elif isinstance(edit, BlendTable):
@@ -137,7 +138,7 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for edit in plan.edits:
         if isinstance(edit, AddMechanism):
-            carried: Any = model.get_submodule(edit.path)
+            carried = model.get_submodule(edit.path)
             learning = carried.new if isinstance(plan.scheme, Blend) else carried
             parameters = dict(learning.named_parameters()) if learning is not None else {}
             tensors |= {f"{edit.path}.{name}": parameter for name, parameter in parameters.items()}
@@ -199,7 +200,7 @@ def set_logit_scale(model: PreTrainedModel, logit_scale: float) -> None:
 
 
 def _plan_with_scale(model: PreTrainedModel) -> SwapPlan:
-    target: Any = unwrap(model)
+    target = unwrap(model)
     patch = getattr(target, "_posswap", None)
     scheme = None if patch is None else patch.plan.scheme
     if patch is None or not isinstance(scheme, NoPE | RNoPE) or scheme.logit_scale is None:

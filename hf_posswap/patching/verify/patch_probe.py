@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.modules import tensor_at
 from hf_posswap.families.sites import PatchTable, Stack
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.edits.restore import device_of
 from hf_posswap.patching.sites.embedding.patch_edits import AnyImageSize
 from hf_posswap.patching.verify.probe import Expected, NoEffectSeen, Noise, Probe, gap
@@ -52,8 +53,8 @@ class PatchProbe(Probe):
     def moved(self, model: PreTrainedModel, noise: Noise) -> dict[str, str]:
         return {"order of patches": self._shuffled(model, noise), "other image size": self._other_size(model)}
 
-    def expected(self, model: Any) -> Expected:
-        scheme, geometry = model._posswap.plan.scheme, self.stack.geometry
+    def expected(self, model: PreTrainedModel) -> Expected:
+        scheme, geometry = applied_swap(model).plan.scheme, self.stack.geometry
         kept = isinstance(scheme, Learned2D) and scheme.grid(geometry) == geometry.grid()
         return "same" if kept else "different"
 
@@ -65,9 +66,9 @@ class PatchProbe(Probe):
         tower = model.get_submodule(self.stack.entry)
         return tower(pixel_values=pixels.to(device_of(model), model.dtype)).last_hidden_state[0].float()
 
-    def _shuffled(self, model: Any, noise: Noise) -> str:
+    def _shuffled(self, model: PreTrainedModel, noise: Noise) -> str:
         """Shuffle the patches: every mechanism must notice, but for one that knows no positions, which must not."""
-        scheme, prefix = model._posswap.plan.scheme, self.stack.geometry.prefix_tokens
+        scheme, prefix = applied_swap(model).plan.scheme, self.stack.geometry.prefix_tokens
         tokens = torch.cat((torch.arange(prefix), self.order + prefix))
         states = self.run(model)
         moved = gap(states[tokens.to(states.device)], self._states(model, self.mixed()))
@@ -113,7 +114,7 @@ class PatchProbe(Probe):
 
 def patch_probe(model: Any, seed: int) -> PatchProbe:
     """Return images of noise for a swapped `model`."""
-    plan, generator = model._posswap.plan, torch.Generator().manual_seed(seed)
+    plan, generator = applied_swap(model).plan, torch.Generator().manual_seed(seed)
     stack, size = plan.sites.main, next(edit.native for edit in plan.edits if isinstance(edit, AnyImageSize))
     table, geometry = stack.table, stack.geometry
     assert isinstance(table, PatchTable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def noise_of(model: PreTrainedModel, largest: float, again: float, precision: to
     return Noise(max((1e4 * eps if _is_fine(model) else 2 * torch.finfo(torch.float32).eps) * largest, 4 * again), most)
 
 
-def finer(model: PreTrainedModel) -> Any:
+def finer(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a copy of a swapped `model` with its weights in float64; None where it is too large, or fine already."""
     weights = list(model.parameters())
     whole = not any(weight.is_meta for weight in weights) and all(weight.is_floating_point() for weight in weights)

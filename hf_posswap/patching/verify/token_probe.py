@@ -19,7 +19,7 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary import MOVED_BY_SHIFT
 from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.apply.applied import AppliedSwap
+from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.edits.restore import device_of, stored
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
@@ -37,7 +37,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.sum import Native, Sum, SumMechanism, Together
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
 
@@ -69,16 +69,16 @@ class TokenProbe(Probe):
     def again(self, model: PreTrainedModel) -> float:
         return gap(self.at(model, self.near), self.at(model, self.near))
 
-    def moved(self, model: Any, noise: Noise) -> dict[str, str]:
-        plan = model._posswap.plan
+    def moved(self, model: PreTrainedModel, noise: Noise) -> dict[str, str]:
+        plan = applied_swap(model).plan
         return {
             "shifted positions": _shift(model, plan, self, noise),
             "spread positions": _spread(model, plan, self, noise),
             "order of tokens": _order(model, plan, self, noise),
         }
 
-    def expected(self, model: Any) -> Expected:
-        swap = model._posswap
+    def expected(self, model: PreTrainedModel) -> Expected:
+        swap = applied_swap(model)
         stacks = [swap.plan.sites.stack(name) for name in swap.plan.schemes]
         at = self._compared - swap.plan.sites.first_position
         return "same" if all(is_kept(model, swap, stack, at) for stack in stacks) else "different"
@@ -124,10 +124,10 @@ class TokenProbe(Probe):
         return torch.cat((self.ids[:, :-1].flip(1), self.ids[:, -1:]), dim=1)
 
 
-def token_probe(model: Any, tokens: int, seed: int) -> TokenProbe:
+def token_probe(model: PreTrainedModel, tokens: int, seed: int) -> TokenProbe:
     """Return an input of `tokens` tokens, or as many as `model` was made for, of the seed `seed`."""
     generator = torch.Generator().manual_seed(seed)
-    sites = model._posswap.plan.sites
+    sites = applied_swap(model).plan.sites
     vocabulary_size = min(vocabulary for vocabulary in _vocabularies(model.config))
     longest = min(stack.geometry.original_length for stack in sites.stacks)
     tokens = min(tokens, longest)
@@ -147,13 +147,13 @@ def token_probe(model: Any, tokens: int, seed: int) -> TokenProbe:
     )
 
 
-def _vocabularies(config: Any) -> list[int]:
+def _vocabularies(config: PreTrainedConfig) -> list[int]:
     configs = (config, config.get_text_config(decoder=True))
     sizes = [getattr(each, name, None) for each in configs for name in ("vocab_size", "decoder_vocab_size")]
     return [size for size in sizes if size]
 
 
-def _position_argument(model: Any, main: Stack) -> str | None:
+def _position_argument(model: PreTrainedModel, main: Stack) -> str | None:
     """Return what the forward of `model` calls the position ids that reach its main stack."""
     parameters = inspect.signature(
         type(model.base_model if model.config.is_encoder_decoder else model).forward
@@ -170,13 +170,13 @@ def _position_argument(model: Any, main: Stack) -> str | None:
     return "position_ids" if passes and "position_ids" in entry else None
 
 
-def _passing_on(model: Any, main: Stack) -> PassPositionIds | None:
+def _passing_on(model: PreTrainedModel, main: Stack) -> PassPositionIds | None:
     """Return what passes the position ids that `model` is given on to its main stack; None: its own code does."""
-    edits = (edit for edit in model._posswap.plan.edits if edit.stack == main.name)
+    edits = (edit for edit in applied_swap(model).plan.edits if edit.stack == main.name)
     return next((edit for edit in edits if isinstance(edit, PassPositionIds) and edit.entry is not None), None)
 
 
-def _features(model: Any, generator: torch.Generator) -> Tensor | None:
+def _features(model: PreTrainedModel, generator: torch.Generator) -> Tensor | None:
     """Return random features [1, M, F] as long as a model that hears wants them, or None."""
     config = model.config
     if not config.is_encoder_decoder or getattr(model, "main_input_name", "input_ids") != "input_features":
@@ -185,7 +185,7 @@ def _features(model: Any, generator: torch.Generator) -> Tensor | None:
     return features.to(device_of(model), model.dtype)
 
 
-def _shift(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
+def _shift(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     """Shift all positions together: nothing may change under relative schemes, and something must under a table."""
     room = min(stack.geometry.original_length for stack in plan.sites.stacks) - probe.ids.shape[1]
     if room < 1:
@@ -205,7 +205,7 @@ def _shift(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     return f"by {by}, the logits move by {moved:.3g}"
 
 
-def _spread(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
+def _spread(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     """Spread the positions: every mechanism must notice, but for one that knows none, or none yet."""
     if probe.position_argument is None:
         return "not run: the model takes no position ids"
@@ -223,7 +223,7 @@ def _spread(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     raise NoEffectSeen(f"{plan.scheme}: the logits do not depend on the position ids ({moved:.3g}).")
 
 
-def _order(model: Any, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
+def _order(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     """Reverse the past of the last token, in each stack: it must notice, unless the scheme knows no positions."""
     here, results = probe.at(model, probe.near)[:, -1], []
     for name, scheme in plan.schemes.items():
@@ -256,7 +256,7 @@ def _is_even(model: nn.Module, probe: TokenProbe) -> bool:
     return bool(biases) and all(torch.equal(bias, bias[..., :1].expand_as(bias)) for bias in biases)
 
 
-def is_kept(model: Any, swap: AppliedSwap, stack: Stack, positions: Tensor) -> bool:
+def is_kept(model: PreTrainedModel, swap: AppliedSwap, stack: Stack, positions: Tensor) -> bool:
     """Return whether the scheme of `stack` is, within the original length, the mechanism that it had before.
 
     Args:

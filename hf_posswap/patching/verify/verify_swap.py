@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from hf_posswap.compat.accelerate_state import take_out_of_autocast
 from hf_posswap.compat.python_objects import rebound
 from hf_posswap.compat.torch_modules import unchanged
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
-from hf_posswap.patching.apply.applied import check_structure, unread_record
+from hf_posswap.patching.apply.applied import applied_swap, check_structure, unread_record
 from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.edits.restore import weight_maps
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -38,7 +38,7 @@ class Verification(ResultView):
 
     checks: dict[str, str]
 
-    def _repr_facts(self) -> dict[str, Any]:
+    def _repr_facts(self) -> dict[str, object]:
         return {"passed": list(self.checks)} if len(self.checks) < 5 else {"passed": len(self.checks)}
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def verify_swap(model: PreTrainedModel, *, tokens: int = 12, seed: int = 0) -> V
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
         raise SwapVerificationError(f"tokens must be a whole number >= 2, got {tokens!r}.")
     check_structure(target)
-    checks = {"edits": f"{len(target._posswap.plan.edits)} stand as planned"}
+    checks = {"edits": f"{len(applied_swap(target).plan.edits)} stand as planned"}
     with unchanged(target):  # a copy shares buffers, and longrope writes its angles into one
         return Verification(checks | behaviour(target, tokens, seed))
 
@@ -107,15 +107,15 @@ def behaviour(model: PreTrainedModel, tokens: int, seed: int) -> dict[str, str]:
     return checks | {"finite": f"{checks['finite']}, in float64: {model.dtype} hides so weak a mechanism"}
 
 
-def make_probe(model: Any, tokens: int, seed: int) -> Probe:
+def make_probe(model: PreTrainedModel, tokens: int, seed: int) -> Probe:
     """Return an input for a swapped `model`, of the kind that it takes."""
-    images = model._posswap.plan.sites.main.inputs == "images"
+    images = applied_swap(model).plan.sites.main.inputs == "images"
     return patch_probe(model, seed) if images else token_probe(model, tokens, seed)
 
 
-def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[str, str]:
+def _checked(twin: PreTrainedModel, tokens: int, seed: int, precision: torch.dtype) -> dict[str, str]:
     """Return what was found by each check on `twin`, a copy of a model of `precision` that is free to be changed."""
-    swap, probe = twin._posswap, make_probe(twin, tokens, seed)
+    swap, probe = applied_swap(twin), make_probe(twin, tokens, seed)
     swap.fitted = False  # the copy may be taken apart whatever its weights are
     out = probe.run(twin)
     if not torch.isfinite(out).all():
@@ -130,12 +130,12 @@ def _checked(twin: Any, tokens: int, seed: int, precision: torch.dtype) -> dict[
     return {"finite": f"{probe.outputs} up to {largest:.3g}", "unswapped model": unswapped, **moved}
 
 
-def copy_sharing_weights(model: PreTrainedModel) -> Any:
+def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of `model` that shares its parameters and buffers: only its structure is copied.
 
     A forward that another library put on a module, as TRL does, runs the copy; accelerate's autocast is left out.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, memo := memo | weight_maps(model))
     for module in copied.modules():
         take_out_of_autocast(module)

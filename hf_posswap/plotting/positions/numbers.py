@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -371,7 +371,7 @@ def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
     return rotated[0, 0]
 
 
-def plain(values: Any) -> object:
+def plain(values: object) -> object:
     """Return numbers as JSON data: NaN and infinity become None."""
     if isinstance(values, Tensor):
         return plain(values.tolist())

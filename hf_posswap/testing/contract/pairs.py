@@ -53,7 +53,7 @@ def attend(model: PreTrainedModel, implementation: str) -> bool:
     return True
 
 
-def with_cache(module: nn.Module, cache: Cache) -> dict[str, object]:
+def with_cache(module: nn.Module, cache: Cache | None) -> dict[str, object]:
     """Return the argument by which the forward of `module`, a model or a layer of one, is given `cache`."""
     return {cache_argument(module): cache}
 

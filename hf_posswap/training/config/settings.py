@@ -190,7 +190,7 @@ class Recipe(ResultView):
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     trainable: TrainableSettings = field(default_factory=TrainableSettings)
-    peft: dict[str, Any] | None = None
+    peft: dict[str, object] | None = None
     training: TrainingSettings = field(default_factory=TrainingSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     gates: GateSettings = field(default_factory=GateSettings)

@@ -210,7 +210,7 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(list[cls], config=config)  # type: ignore[valid-type]  # a dataclass alone takes no config
 
 
-def _errors_by_location(error: ValidationError, values: Any) -> dict[Location, list[str]]:
+def _errors_by_location(error: ValidationError, values: object) -> dict[Location, list[str]]:
     """Return what was expected at each location, with all alternatives of a union; [] for an unknown key."""
     expected_at: dict[Location, list[str]] = {}
     for detail in error.errors(include_url=False):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hf_posswap.errors import ConfigError
 
@@ -139,7 +139,7 @@ class DataSettings:
         """
         return tuple(self.length // pieces for pieces in sorted(set(self.cut)))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings as JSON."""
         return dataclasses.asdict(self) | {"cache": None if self.cache is None else str(self.cache)}
 

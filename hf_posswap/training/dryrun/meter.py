@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from hf_posswap.compat.torch_dispatch import (
 )
 from hf_posswap.compat.torch_processes import is_collective
 from hf_posswap.compat.torch_tensors import is_nested
+
+if TYPE_CHECKING:
+    from hf_posswap.compat.torch_dispatch import Operator
 
 aten = torch.ops.aten
 _ROWS = (aten.embedding, aten.index, aten.gather, aten.index_select)
@@ -108,7 +111,7 @@ def work_of(
     return Work(Counter({(dtypes[0] if flops and dtypes else None, flops, moved): 1}))
 
 
-def _moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+def _moved(func: Operator, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Return the bytes read and written; 0 for a view."""
     input_keys = set(map(_storage_key, inputs))
     if not writes(func) and all(_storage_key(tensor) in input_keys for tensor in outputs):
@@ -128,7 +131,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
+def _flops(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     count = _ATTENTION_FLOPS.get(func.overloadpacket, flop_registry.get(func.overloadpacket))
     if count is None:
         return 0

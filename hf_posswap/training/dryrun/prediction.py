@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -175,7 +174,7 @@ class Prediction(ResultView):
         """Tokens that all optimizer steps read on all GPUs."""
         return self.max_steps * self.tokens * self.processes
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the prediction as JSON."""
         return {
             "phase": self.phase,

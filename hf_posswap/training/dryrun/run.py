@@ -147,7 +147,7 @@ class DryRun(ResultView):
         """Whether every phase fits; None: no card was given."""
         return _fit(self.predictions)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the results as JSON."""
         return {
             "fits": self.fits,

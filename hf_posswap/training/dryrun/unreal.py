@@ -8,9 +8,9 @@ backends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from hf_posswap.compat.torch_dispatch import (
 from hf_posswap.compat.torch_tensors import is_fake, needs_values
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.utils.devices import standing_for
+
+if TYPE_CHECKING:
+    from hf_posswap.compat.torch_dispatch import Operator
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # largest head dimension of the flash kernel
@@ -116,7 +119,7 @@ class FakeStep(Watch):
         finally:
             self._in_step = previous
 
-    def call(self, func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         fake = any(map(is_fake, tensors_in(args, kwargs)))
         if fake and reads_number(func):
             tensor = args[0]
@@ -140,7 +143,7 @@ class FakeStep(Watch):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _is_large(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    def _is_large(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         if writes(func) or needs_values(func):
             return False
         with self.mode:

@@ -114,7 +114,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     files = sorted(path for path in folder.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no model*.safetensors to resume from.")
-    state: dict[str, Any] = {}
+    state: dict[str, Tensor] = {}
     for file in files:
         state |= _read(file)
     unmark(state, {name: tensor.dim() for name, tensor in model.state_dict().items()})

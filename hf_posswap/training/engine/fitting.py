@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from hf_posswap.errors import ConfigError, DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.tools.centring import centre_table, check_centring
 from hf_posswap.schemes import Scheme
@@ -86,13 +87,13 @@ def fit_scheme(model: PreTrainedModel, scheme: Scheme, rows: list[np.ndarray], s
     return services.fit_bias(model, scheme, rows)
 
 
-def fit_weights(model: Any, rows: list[np.ndarray], services: Services) -> str:
+def fit_weights(model: PreTrainedModel, rows: list[np.ndarray], services: Services) -> str:
     """Fit queries and keys of the swapped `model` if its scheme is rotary, and return the result as a sentence.
 
     Raises:
         UnsupportedSwapError: the fit misses the expected change of basis.
     """
-    if isinstance(model._posswap.plan.scheme, RotaryScheme):
+    if isinstance(applied_swap(model).plan.scheme, RotaryScheme):
         assert services.fit_rotation is not None
         with _naming_key("swap.fit", "Or swap.fit=0, which starts without a fit."):
             return str(services.fit_rotation(model, rows))

@@ -111,7 +111,7 @@ def _loss(model: PreTrainedModel, rows: dict[str, object], causal: bool) -> Tens
         return whole_loss(model, rows, None, causal=causal)
 
 
-def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, *, unbounded: bool) -> None:
+def check_positions(batch: dict[str, Tensor], length: int, reach: int, first: int, *, unbounded: bool) -> None:
     """Check that no position of `batch` is beyond the model's range.
 
     Args:
@@ -133,7 +133,7 @@ def check_positions(batch: dict[str, Any], length: int, reach: int, first: int, 
         )
 
 
-def short_of_window(length: int, window: int, batch: dict[str, Any], plan: SwapPlan | None) -> str | None:
+def short_of_window(length: int, window: int, batch: dict[str, Tensor], plan: SwapPlan | None) -> str | None:
     """Return a warning if windows are shorter than the unswapped model's, and the swap scales its rotation.
 
     Args:

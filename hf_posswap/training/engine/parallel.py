@@ -21,6 +21,7 @@ from hf_posswap.training.engine.arguments import SAME, configuration, decided_se
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor
 
     from hf_posswap.schemes.base import Scheme
 
@@ -175,7 +176,7 @@ def collator_of(launch: Launch, collate: Collate) -> Collate:
     if launch.ulysses == 1:
         return collate
 
-    def with_positions(items: list[object]) -> dict[str, Any]:
+    def with_positions(items: list[object]) -> dict[str, Tensor]:
         batch = collate(items)
         tokens = batch["input_ids"]  # [B, L]
         return {"position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()} | batch

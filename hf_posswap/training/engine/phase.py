@@ -215,7 +215,7 @@ def _resume_logs(trainer: PosswapTrainer, checkpoint: Path | None, folder: Path,
 
 def _callbacks(phase: Phase, prepared: Prepared, trainer: PosswapTrainer, log: RunLog) -> list[TrainerCallback]:
     recipe, stage = phase.recipe, phase.stage
-    callbacks: list[Any] = [LossExplosionCallback(recipe.gates, trainer.last_good)]
+    callbacks: list[TrainerCallback] = [LossExplosionCallback(recipe.gates, trainer.last_good)]
     if recipe.swap.gradual_steps:
         callbacks.append(BlendScheduleCallback(prepared.model, recipe.swap.gradual_steps))
     if stage is not None and prepared.recovery is not None:

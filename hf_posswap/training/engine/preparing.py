@@ -361,7 +361,7 @@ def _check_memory(
     return need_message(need, process_bytes() if on_cpu(recipe) else None)
 
 
-def _lengths_with_scores(recipe: Recipe, model: nn.Module) -> tuple[int, ...]:
+def _lengths_with_scores(recipe: Recipe, model: PreTrainedModel) -> tuple[int, ...]:
     """Return the window lengths for which attention materializes all scores; with a bias, only short ones."""
     if attention_implementation(model.config) == "eager":
         return recipe.data.lengths

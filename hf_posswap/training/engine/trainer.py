@@ -279,7 +279,7 @@ class PosswapTrainer(SavingTrainer):
             rotate(self.folder, self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
 
-    def write_model_files(self, folder: str | None, weights: dict[str, object] | None) -> None:
+    def write_model_files(self, folder: str | None, weights: dict[str, Tensor] | None) -> None:
         """Write the model with its swap, and its tokenizer, without pickled arguments."""
         if not self.args.should_save:
             return

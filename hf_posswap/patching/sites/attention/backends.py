@@ -291,7 +291,7 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
         ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
     )
     queries, keys, value = request.query.shape[2], request.key.shape[2], as_attended(request.value)
-    turned: dict[Any, Tensor] = {}  # regions may share their keys
+    turned = {}  # regions may share their keys
     pairs: list[tuple[Tensor, Tensor]] = []
     out: Tensor | None = None
     for index, piece in enumerate(all_pieces[number] for number in numbers):

@@ -11,6 +11,7 @@ hand, or put in another order, are refused, as nothing tells where those that ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ _CLASSES: dict[type, type] = {}
 """The classes that keep positions, by the class of transformers that each is of."""
 
 
-def keys_of(cache: Any, layer: int | None, mechanism: Mechanism, device: torch.device) -> Keys:
+def keys_of(cache: Cache | None, layer: int | None, mechanism: Mechanism, device: torch.device) -> Keys:
     """Return the form in which layer `layer` of `cache` stores keys.
 
     Copies cost memory and the time to move it; one key for each token costs rotating the near ones, which is known only
@@ -88,12 +89,12 @@ class PositionedLayer:
     posswap_positions: Tensor | None
     posswap_keys: Any
     posswap_stamp: tuple[tuple[int, ...], int | None] | None = None
-    posswap_quantized: Any = None
+    posswap_quantized: object = None
     posswap_is_evicted = False
     posswap_keeps_positions = True
     """Tells such a class also where a checkpoint's own code made it, which has a `PositionedLayer` of its own."""
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Take new keys and values; return all."""
         intact = is_intact(self)
         result = super().update(*args, **kwargs)  # type: ignore[misc]
@@ -151,12 +152,12 @@ class PositionedLayer:
             self.posswap_keys, self.posswap_quantized = getattr(self, "keys", None), quantized_keys(self)
             self.posswap_stamp = _stamp(self.posswap_keys)
 
-    def batch_positions(self, change: Any) -> None:
+    def batch_positions(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change` to the positions, unless all rows share one row of them."""
         if self.posswap_positions is not None and len(self.posswap_positions) > 1:
             self.posswap_positions = change(self.posswap_positions)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         state = dict(vars(self))
         if not is_intact(self):
             state["posswap_stamp"] = (), None  # a copy counts its own writes
@@ -165,7 +166,7 @@ class PositionedLayer:
         return _restored, (self.native_class, state)
 
 
-def _restored(native: type, state: dict[str, Any]) -> Any:
+def _restored(native: type, state: Mapping[str, object]) -> PositionedLayer:
     """Return a layer of class `native` that keeps positions, from what was pickled or copied."""
     layer: Any = object.__new__(positioned_class(native))
     vars(layer).update(state)
@@ -174,7 +175,7 @@ def _restored(native: type, state: dict[str, Any]) -> Any:
     return layer
 
 
-def _stamp(keys: Any) -> tuple[tuple[int, ...], int | None] | None:
+def _stamp(keys: object) -> tuple[tuple[int, ...], int | None] | None:
     """Return the shape of the keys that a layer's own operations left, and how often they were written into."""
     if torch.compiler.is_compiling() or not isinstance(keys, Tensor):
         return None
@@ -283,7 +284,7 @@ def record(cache: Cache, layer_idx: int, query: Tensor, key_length: int) -> Tens
     return torch.nn.functional.pad(keys, (0, short)) if short else keys
 
 
-def _check_as_many(keeper: Any, layer_idx: int, past: Any, query: Tensor) -> None:
+def _check_as_many(keeper: PositionedLayer, layer_idx: int, past: int | Tensor, query: Tensor) -> None:
     """Refuse a layer that holds fewer tokens than the one that was asked before it: another hand has exchanged it.
 
     Args:
@@ -313,14 +314,14 @@ def _keeper(cache: Cache, layer_idx: int) -> Any:
     return layer if isinstance(layer, PositionedLayer) else _positioned(cache, layer_idx)
 
 
-def _layer(cache: Cache, layer_idx: int) -> Any:
+def _layer(cache: Cache, layer_idx: int) -> object:
     """Return a layer of `cache`, which may not have come to it yet."""
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())  # as its own update does
     return cache.layers[layer_idx]
 
 
-def _positioned(cache: Cache, layer_idx: int) -> Any:
+def _positioned(cache: Cache, layer_idx: int) -> PositionedLayer:
     """Replace a layer that does not keep positions by one that does; return it."""
     layer = cache.layers[layer_idx]
     keeper: Any = object.__new__(positioned_class(type(layer)))
@@ -338,17 +339,17 @@ def evictable_layer(cache: Cache, layer_idx: int) -> Any:
     return layer if hasattr(layer, "posswap_keeps_positions") else _positioned(cache, layer_idx)
 
 
-def _grows(layer: Any) -> bool:
+def _grows(layer: object) -> bool:
     """Return whether a cache layer makes its keys anew when it takes some; others write into a place of theirs."""
     return not hasattr(layer, "max_cache_len")
 
 
-def _is_static(layer: Any) -> bool:
+def _is_static(layer: object) -> bool:
     """Return whether a cache layer has a fixed place for each token, and counts them by a tensor."""
     return hasattr(layer, "max_cache_len") and not getattr(layer, "is_sliding", False)
 
 
-def _known(keeper: Any, past: int, query: Tensor) -> Tensor | None:
+def _known(keeper: PositionedLayer, past: int, query: Tensor) -> Tensor | None:
     """Return the positions of the `past` tokens that a cache holds, [B or 1, past]; None: it holds none."""
     if past == 0:
         return None
@@ -389,7 +390,7 @@ def _foreign(past: int, query: Tensor, *, is_evicted: bool = False) -> Tensor:
     return index[:, :past]
 
 
-def _write(keeper: Any, cache: Cache, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
+def _write(keeper: PositionedLayer, cache: Cache, layer_idx: int, query: Tensor, key_length: int) -> Tensor:
     """Write the positions of new tokens to their places in a static layer; return those of all places."""
     past, stored = cache.get_seq_length(layer_idx), keeper.posswap_positions
     if stored is None or (isinstance(past, int) and past == 0):
@@ -501,7 +502,7 @@ def _layers(cache: Cache) -> list[Any]:
     return layers
 
 
-def _index(keep: Any, rows: int, length: int) -> Tensor:
+def _index(keep: object, rows: int, length: int) -> Tensor:
     """Return the indices of the keys that stay, [1, K] or [B, K].
 
     Args:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from hf_posswap.patching.sites.attention.backends import Layout, Request, lay_ou
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.schemes.common.piece import Keys, Piece
 from hf_posswap.schemes.mechanism import Mechanism, by_head
+
+T = TypeVar("T")
 
 CALL_ARGUMENT = "posswap"
 
@@ -107,12 +109,12 @@ class AttentionCall:
 
     def request(
         self,
-        module: Any,
+        module: nn.Module | None,
         name: str | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
+        mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Request:
         """Return what a backend is chosen by, under the implementation called `name`."""
@@ -143,9 +145,9 @@ class AttentionCall:
         """Return a function that makes a value once for all layers with the same positions, or else for this call."""
         if self.span.shared_cache is not None:
             return self._shared
-        values: dict[Any, Any] = {}
+        values: dict[object, object] = {}
 
-        def shared(name: str, make: Callable[[], Any]) -> Any:
+        def shared(name: str, make: Callable[[], object]) -> Any:
             if name not in values:
                 values[name] = make()
             return values[name]
@@ -191,11 +193,11 @@ class AttentionCall:
             return backends.flex_bias(self.mechanism, self.span, batch)
         return self._shared("flex bias", lambda: backends.flex_bias(self.mechanism, self.span, batch))
 
-    def _shared(self, name: Any, make: Callable[[], Any]) -> Any:
+    def _shared(self, name: Hashable, make: Callable[[], T]) -> T:
         if self.span.shared_cache is None:
             return make()
         key = (name, id(self.mechanism))
-        value = self.span.shared_cache.get(key)
+        value: Any = self.span.shared_cache.get(key)
         if value is None:
             value = make()
             # values with a gradient are made in each layer: a checkpointed layer must be able to make them again
@@ -204,7 +206,7 @@ class AttentionCall:
         return value
 
 
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def is_causal(module: nn.Module | None, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a mask that is left out in this call means causal."""
     causal = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True)) if causal is None else causal

@@ -33,7 +33,9 @@ from hf_posswap.schemes.common.places import places_of
 from hf_posswap.schemes.mechanism import Mechanism
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from collections.abc import Mapping
+
+    from transformers import Cache, PreTrainedModel
 
 COORDINATES = "posswap_coordinates"
 """Keyword argument by which attention modules are given the coordinates of their tokens."""
@@ -57,7 +59,7 @@ class PositionHook:
         self.carried, self.layer = CarriedModule(owner, name), layer
         self.memos, self.hidden_argument, self.first = memos, hidden_argument, first
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         vars(self).update(state)
         register_attention()  # a process that has unpickled a model has patched none
 
@@ -68,7 +70,7 @@ class PositionHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs[self.hidden_argument]
-        tokens_first: Any = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
+        tokens_first = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
         slot_and_cache = cache_of_call(module, args, kwargs)
         slot, cache = (None, None) if slot_and_cache is None else slot_and_cache
@@ -82,14 +84,14 @@ class PositionHook:
         paged = cache is not None and is_paged_cache(cache)
         if paged and needs_key_positions(mechanism):
             Refusal(type(module).__name__)()  # by another way than the model's own methods
-        own = None if paged else self_attention_cache(cache)  # a paged cache holds the keys of other texts too
+        own = None if cache is None or paged else self_attention_cache(cache)
         keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden.device)
         writes_rotated = keys != "raw"
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
         call = AttentionCall(mechanism, span, memo, keys, paged=paged)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
-        if writes_rotated and slot is not None:
+        if writes_rotated and slot is not None and cache is not None:
             args, kwargs = _with(args, kwargs, slot, cache_view(cache, call.written))
         return args, kwargs
 
@@ -123,7 +125,9 @@ class PositionHook:
         return memo.given
 
 
-def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any] | None:
+def cache_of_call(
+    module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[int | str, Cache] | None:
     """Return the place or name of the cache that `module` is given, and the cache; None: there is none.
 
     Raises:
@@ -135,7 +139,7 @@ def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise UnsupportedSwapError(f"{type(module).__name__}: {error}") from error
 
 
-def _with(args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str, value: object) -> tuple[Any, Any]:
+def _with(args: tuple[object, ...], kwargs: Mapping[str, object], slot: int | str, value: object) -> tuple[Any, Any]:
     """Return arguments of a call with another one at `slot`."""
     if isinstance(slot, str):
         return args, {**kwargs, slot: value}
@@ -164,7 +168,9 @@ class StartHook:
         self.carriers: list[str] = []
         """Paths of the attention modules that were given the scheme, in the module that takes the input."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Any, Any] | None:
         if not torch.compiler.is_compiling():
             bring_all(self.carried())
         given = by_name(self.signature, args, kwargs)
@@ -235,7 +241,7 @@ class AddMechanism(PluginOnly, TouchesModule):
     position_source: PositionSource
     padding_id: int | None
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         mechanism, device = self.scheme.mechanism(self.geometry), device_of(model)
         if device.type != "meta":
             mechanism.to(device)
@@ -253,7 +259,7 @@ class AddMechanism(PluginOnly, TouchesModule):
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
         keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         remove_hooks(saved)
         owner, leaf = owner_of(model, self.path)
         if saved.pop("added", False) and hasattr(owner, leaf):
@@ -261,7 +267,7 @@ class AddMechanism(PluginOnly, TouchesModule):
         allow_continuous_batching(model)
 
     def check(self, model: PreTrainedModel) -> str | None:
-        carried: Any = model.get_submodule(self.path)
+        carried = model.get_submodule(self.path)
         mechanism = original_of(carried)
         fresh = self.scheme.mechanism(self.geometry)
         if type(mechanism) is not type(fresh):
@@ -304,7 +310,7 @@ class PatchAttention(PluginOnly, TouchesNothing):
         keep_hooks(saved, module.register_forward_hook(hook.check_used, with_kwargs=True))
         start.carriers.append(self.path.removeprefix(f"{self.entry}.") if self.entry else self.path)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Give the attention module the model's config again, whatever that is by now."""
         remove_hooks(saved)
         module = model.get_submodule(self.path)
@@ -366,11 +372,11 @@ class PassCoordinates(PluginOnly, TouchesNothing):
     entry: str
     geometry: Geometry
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         module = model.get_submodule(self.entry)
         keep_hooks(saved, module.register_forward_pre_hook(CoordinatesHook(self.geometry), with_kwargs=True))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         remove_hooks(saved)
 
     def check(self, model: PreTrainedModel) -> str | None:
@@ -382,7 +388,7 @@ class PassCoordinates(PluginOnly, TouchesNothing):
 class CoordinateHook(PositionHook):
     """Pre-hook of an attention module that is given coordinates: tells the attention function."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         memo = self.memos.now()
         places: Tensor = kwargs[COORDINATES]
         span = memo.shared(identity_of(places), lambda shared: Span(places, places.shape[1], True, None, shared))

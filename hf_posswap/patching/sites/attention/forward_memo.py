@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from hf_posswap.compat.python_objects import self_of
 from hf_posswap.compat.torch_tensors import in_backward, version_of
 from hf_posswap.families.base import PositionSource
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Span:
     key_length: int
     is_prefill: bool
     cached: Tensor | None = None
-    shared_cache: dict[Any, Any] | None = None
+    shared_cache: dict[object, object] | None = None
 
     @property
     def key(self) -> Tensor:
@@ -71,7 +73,7 @@ class ForwardMemo:
     compiler merges equal work by itself.
     """
 
-    entries: list[tuple[tuple[Any, ...], Span]] = field(default_factory=list)
+    entries: list[tuple[tuple[object, ...], Span]] = field(default_factory=list)
     masks: list[tuple[weakref.ref[Tensor], int | None, Any]] = field(default_factory=list)
     """What was read from the masks of this forward."""
     in_forward: bool = False
@@ -99,12 +101,12 @@ class ForwardMemo:
         self.masks.clear()
         self.wrote_keys = False
 
-    def knows(self, cache: Any, *tensors: Tensor | None) -> bool:
+    def knows(self, cache: object, *tensors: Tensor | None) -> bool:
         """Return whether these are known again: outside of a forward a cache, or what counts no writes, may change."""
         counted = (tensor is None or version_of(tensor) is not None for tensor in tensors)
         return self.in_forward or torch.compiler.is_compiling() or (cache is None and all(counted))
 
-    def of_mask(self, mask: Tensor, read: Callable[[], Any]) -> Any:
+    def of_mask(self, mask: Tensor, read: Callable[[], T]) -> T:
         """Return `read()`, computed once in a forward as long as `mask` is not written to."""
         if not self.knows(None, mask):
             return read()
@@ -116,7 +118,7 @@ class ForwardMemo:
         self.masks.append((weakref.ref(mask), version, value))
         return value
 
-    def shared(self, key: tuple[Any, ...], make: Callable[[Any], Span]) -> Span:
+    def shared(self, key: tuple[object, ...], make: Callable[[dict[object, object] | None], Span]) -> Span:
         """Return the span that was kept under `key`, compared by identity for tensors, or what `make` gives.
 
         Args:
@@ -218,10 +220,10 @@ class ForwardMemos:
         running[0][1].clear()
         return running
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMemos:
+    def __deepcopy__(self, memo: dict[int, object]) -> ForwardMemos:
         return ForwardMemos(**self.make.keywords)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return partial(ForwardMemos, **self.make.keywords), ()
 
 
@@ -234,7 +236,7 @@ def _depth(module: nn.Module) -> int:
     return depth
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,7 +45,17 @@ from hf_posswap.schemes.mechanism import Mechanism, numbered
 from hf_posswap.utils.devices import as_attended
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
     from transformers import PreTrainedConfig
+
+    from hf_posswap.compat.transformers_attention import Attention
+
+    class _Context(FunctionCtx):
+        """What the forward keeps for the backward."""
+
+        saved_tensors: tuple[Tensor, ...]
+        settings: tuple[object, ...]
+
 
 # Code from a checkpoint has another name: several versions of the package may run in one process.
 ATTENTION_NAME = "posswap" if __name__.startswith("hf_posswap.") else f"posswap_{zlib.crc32(__name__.encode()):08x}"
@@ -64,7 +74,7 @@ class ConfigView:
     model's own config, so the model's `set_attn_implementation` still works. Copies and pickles like any object.
     """
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: PreTrainedConfig) -> None:
         object.__setattr__(self, "native", native)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,10 +87,10 @@ class ConfigView:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.native, name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"native": self.native}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         object.__setattr__(self, "native", state["native"])
 
     def __repr__(self) -> str:
@@ -92,7 +102,7 @@ def posswap_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Tensor | None,
     dropout: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +145,7 @@ def posswap_attention(
     return attend(target, query, key, value, attention_mask, **kwargs)
 
 
-def _watch(call: AttentionCall, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+def _watch(call: AttentionCall, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
     """Show queries and keys to a mechanism that records them."""
     if call.mechanism.watches:
         call.mechanism.watch(query, key, kwargs.get("scaling"), mask, kwargs.get("sliding_window"))
@@ -148,7 +158,7 @@ def _without_scheme(module: nn.Module) -> PosswapError:
     )
 
 
-def _masks_by_head(call: AttentionCall, module: Any, name: str | None, query: Tensor, key: Tensor) -> bool:
+def _masks_by_head(call: AttentionCall, module: nn.Module, name: str | None, query: Tensor, key: Tensor) -> bool:
     """Return whether kvpress hides keys from single heads in this call.
 
     Raises:
@@ -168,7 +178,7 @@ def _masks_by_head(call: AttentionCall, module: Any, name: str | None, query: Te
 
 def _split(
     call: AttentionCall,
-    module: Any,
+    module: nn.Module,
     name: str | None,
     query: Tensor,
     key: Tensor,
@@ -204,7 +214,7 @@ def _split(
     )
 
 
-def implementation(module: nn.Module, config: Any, name: str | None) -> tuple[Callable[..., Any], Any]:
+def implementation(module: nn.Module, config: PreTrainedConfig, name: str | None) -> tuple[Attention, object]:
     """Return the attention function called `name` for `module`, whose model has `config`, and what to call it with."""
     if name == "sdpa":  # asked for in each layer of each step: no more than needed
         return attention_function(name, None), module
@@ -239,19 +249,19 @@ class _WithConfig:
 
 def _upcast_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     return upcast_attention(module, query, key, value, mask)
 
 
 def _with_bias(
     call: AttentionCall,
-    mask: Any,
-    kwargs: dict[str, Any],
+    mask: Tensor | None,
+    kwargs: dict[str, object],
     name: str | None,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Tensor | None, dict[str, Any]]:
     """Return the mask and kwargs that carry the bias of `call` into the implementation called `name`."""
     if name == "flex_attention":
         bias: Any = call.bias()
@@ -339,7 +349,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+def _shape(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
 
@@ -377,13 +387,13 @@ def _shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any)
     return [*of_tokens, *(x.new_empty(x.shape) for x in rest[3])]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, parameters, number = inputs[:8]
     ctx.save_for_backward(*tensors, number, *parameters)
     ctx.settings = inputs[8:]
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | list[Tensor] | None, ...]:
     *tensors, number = ctx.saved_tensors[:7]
     parameters = list(ctx.saved_tensors[7:])
     to_query, to_key, to_value, *others = _attend_backward(grad, *tensors, parameters, number, *ctx.settings)

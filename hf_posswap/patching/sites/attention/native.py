@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from hf_posswap.patching.edits.restore import replace_child, restore_child, stor
 from hf_posswap.patching.edits.settings import SetAttribute
 from hf_posswap.patching.record.refusals import SENTINEL_SHAPE
 from hf_posswap.schemes.base import Scheme, make_scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NATIVE_POSITIONS = "native_positions"
 """Attribute of an attention class: whether it applies the positions that its original applies inside attention."""
@@ -173,7 +176,7 @@ class AttendThroughInterface(AppliedAgain, TouchesNothing):
         """The class with the interface."""
         return getattr(importlib.import_module(self.module), self.name)
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         module, cls = model.get_submodule(self.path), self.cls
         wanted = {"config": model.config, "layer_idx": self.layer}
         given = {name: value for name, value in wanted.items() if not hasattr(module, name)}
@@ -184,7 +187,7 @@ class AttendThroughInterface(AppliedAgain, TouchesNothing):
         for name, value in given.items():
             setattr(module, name, value)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Give the module its own class back, and take away the attributes that it was given."""
         if "native" not in saved:
             return
@@ -193,7 +196,7 @@ class AttendThroughInterface(AppliedAgain, TouchesNothing):
             vars(module).pop(name, None)
         give_class(module, saved["native"])
 
-    def check(self, model: nn.Module) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         if not isinstance(module, self.cls):
             return f"its class is {type(module).__name__} instead of {self.name}"
@@ -217,7 +220,7 @@ class AtPositionZero(nn.Module):
         return self.native(*map(_at_zero, args), **{name: _at_zero(value) for name, value in kwargs.items()})
 
 
-def _at_zero(value: Any) -> Any:
+def _at_zero(value: Any) -> object:
     counts = isinstance(value, Tensor) and not value.is_floating_point()
     return torch.zeros_like(value) if counts else value
 
@@ -226,15 +229,15 @@ def _at_zero(value: Any) -> Any:
 class StopRotation(PluginOnly, TouchesNothing):
     """Has the module that makes the angles of positions inside attention make those of position 0 alone."""
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         replace_child(model, self.path, AtPositionZero(model.get_submodule(self.path)), saved)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         replaced = model.get_submodule(self.path)
         if isinstance(replaced, AtPositionZero):
             replace_everywhere(model, self.path, replaced.native)
 
-    def check(self, model: nn.Module) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         stopped = isinstance(model.get_submodule(self.path), AtPositionZero)
         return None if stopped else "the native rotation is in force again"
 
@@ -251,7 +254,7 @@ class NoRows(NoPositions):
         super().__init__(weight)
         self.width = width
 
-    def forward(self, index: Any = None, *_: object, **__: object) -> Tensor:
+    def forward(self, index: object = None, *_: object, **__: object) -> Tensor:
         """Return zeros, [..., W] for an `index` [...], or one row [1, W] where the model gives no index."""
         if isinstance(index, Tensor):
             return self.weight.new_zeros((*index.shape, self.width), device=index.device)
@@ -277,10 +280,10 @@ class RemoveRows(AppliedAgain, TouchesModule):
         zeros = weight.new_zeros(weight.shape if self.native else SENTINEL_SHAPE).detach()
         replace_child(model, self.path, NoRows(zeros, weight.shape[1]), saved)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_child(model, self.path, saved)
 
-    def check(self, model: nn.Module) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
         empty = isinstance(module, NoRows) and module.is_empty
         return None if empty else "the rows that native positions are made from are still there"
@@ -306,10 +309,10 @@ class CopyRows(PluginOnly):
         if not rows.is_meta and not table.is_meta:
             table.data.copy_(rows.detach())
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Nothing: the mechanism goes as a whole."""
 
-    def check(self, model: nn.Module) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         """Return None: the rows may have been trained since."""
         return None
 
@@ -322,12 +325,12 @@ class CopyRows(PluginOnly):
 class LeaveOut(BuiltByConfig, TouchesModule):
     """Leaves a module out of the model that nothing calls any more; its name keeps its place."""
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         owner, leaf = owner_of(model, self.path)
         saved["module"] = model.get_submodule(self.path)
         setattr(owner, leaf, None)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Put the module back, on the device to which the model has moved."""
         if "module" not in saved:
             return
@@ -337,7 +340,7 @@ class LeaveOut(BuiltByConfig, TouchesModule):
             saved["module"].to(neighbour.device, neighbour.dtype)
         setattr(owner, leaf, saved["module"])
 
-    def check(self, model: nn.Module) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         owner, leaf = owner_of(model, self.path)
         actual = getattr(owner, leaf, None)
         return None if actual is None else f"a {type(actual).__name__} is there again"
@@ -349,7 +352,7 @@ def relative_part(model: nn.Module, stack: Stack) -> RelativePart | None:
     return relative if relative is not None and relative.is_in(config_at(model.config, stack.config)) else None
 
 
-def relative_choice(model: nn.Module, sites: Sites, choice: Any) -> Any:
+def relative_choice(model: nn.Module, sites: Sites, choice: str | None) -> Any:
     """Return "keep" or "drop" for the relative positions of `model`, or None where it has none.
 
     Raises:
@@ -411,16 +414,16 @@ class AllowAttnImplementation(AppliedAgain, TouchesNothing):
 
     sdpa: bool
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         for module in _models(model):
             let_choose_attention(module, sdpa=self.sdpa)
 
-    def undo(self, model: Any, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Take the choice away; the model's own config says how it attended."""
         for module in _models(model):
             let_class_choose_attention(module)
 
-    def check(self, model: nn.Module) -> str | None:
+    def check(self, model: PreTrainedModel) -> str | None:
         return None if can_choose_attention(model) else "its attn_implementation cannot be set any more"
 
 
@@ -458,5 +461,5 @@ def _models(model: nn.Module) -> list[Any]:
     """Return `model` and the models in it that read the same config."""
     from transformers import PreTrainedModel
 
-    config: Any = model.config
+    config: object = model.config
     return [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config]

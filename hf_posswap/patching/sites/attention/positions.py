@@ -30,6 +30,8 @@ from hf_posswap.patching.sites.attention.cached_keys import record, watch
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import Cache, PreTrainedModel
 
 ENTRY_ARGUMENT = "position_ids"
@@ -63,10 +65,10 @@ class PendingIds:
         self.put(None)
         return position_ids
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return PendingIds, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PendingIds:
+    def __deepcopy__(self, memo: dict[int, object]) -> PendingIds:
         return PendingIds()
 
 
@@ -109,7 +111,9 @@ class ArrivalHook:
     def __init__(self, pending: PendingIds, signature: list[str], refusal: str) -> None:
         self.pending, self.signature, self.refusal = pending, signature, refusal
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Any, Any] | None:
         waiting = self.pending.take()
         given = by_name(self.signature, args, kwargs)
         if waiting is None or given.get(ENTRY_ARGUMENT) is not None:
@@ -137,7 +141,7 @@ class PassPositionIds(AppliedAgain, TouchesNothing):
     takes: bool
     refusal_text: str
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         pending, entry = PendingIds(), None if self.entry is None else model.get_submodule(self.entry)
         names = [] if entry is None else entry_signature(entry)
         # an outer module may pass them on after all, to one that knows them: that shows where they arrive
@@ -154,7 +158,7 @@ class PassPositionIds(AppliedAgain, TouchesNothing):
             hook = OuterHook(pending, ENTRY_ARGUMENT, takes=False, refusal=early)
         keep_hooks(saved, entry.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         remove_hooks(saved)
 
     def check(self, model: PreTrainedModel) -> str | None:
@@ -233,7 +237,7 @@ def _swallows(module: nn.Module, argument: str) -> bool:
     )
 
 
-def check_fits(position_ids: Tensor, given: dict[str, Any]) -> None:
+def check_fits(position_ids: Tensor, given: dict[str, object]) -> None:
     """Check that `position_ids` are as many as the tokens among the arguments `given` by name.
 
     Raises:
@@ -248,7 +252,7 @@ def check_fits(position_ids: Tensor, given: dict[str, Any]) -> None:
     )
 
 
-def check_not_packed(name: str, position_ids: Tensor, given: dict[str, Any]) -> None:
+def check_not_packed(name: str, position_ids: Tensor, given: Mapping[str, object]) -> None:
     """Check that `position_ids` are not those of packed documents without a mask, for a class that knows none.
 
     transformers takes ids that begin anew, where there is no mask, for documents that do not see each other, and masks
@@ -268,7 +272,9 @@ def check_not_packed(name: str, position_ids: Tensor, given: dict[str, Any]) -> 
     )
 
 
-def counted(source: PositionSource, padding_id: int | None, given: dict[str, Any], cache: Any) -> Tensor | None:
+def counted(
+    source: PositionSource, padding_id: int | None, given: dict[str, Any], cache: Cache | None
+) -> Tensor | None:
     """Return the positions [B, Q], from 0, that a stock class counts; -1 is a token that it does not count.
 
     None: every token stands right behind the last one, padding too.
@@ -338,7 +344,7 @@ def _is_plain(positions: Tensor, index: Tensor) -> bool:
 def find_span(
     hidden: Tensor,
     position_ids: Tensor | None,
-    cache: Any,
+    cache: Cache | None,
     layer_idx: int,
     memo: ForwardMemo,
     first: int = 0,
@@ -371,7 +377,7 @@ def find_span(
         elif not torch.compiler.is_compiling():
             _check_agrees(cache, past + length, key_offset + key_length)
 
-    def make(shared_cache: Any) -> Span:
+    def make(shared_cache: dict[object, object] | None) -> Span:
         query = torch.arange(length, device=hidden.device)[None] + past if position_ids is None else position_ids
         query = query - first if first and position_ids is not None else query
         kept = record(cache, layer_idx, query, key_length) if cache is not None and keeps_keys else None

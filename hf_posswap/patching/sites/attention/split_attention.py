@@ -80,7 +80,7 @@ class Scoring:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         seen, keys = self._seen(start, stop), self.key_positions.shape[1]
         ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one()
-        turned: dict[Any, Tensor] = {}
+        turned: dict[object, Tensor] = {}
         by_range = [self._range_scores(key_range, start, stop, turned) for key_range in ranges]
         if _tile(ranges, keys):
             return self._masked(torch.cat(by_range, dim=-1), seen, start, stop)
@@ -119,7 +119,7 @@ class Scoring:
         turns = self.memo["turns", self._known]
         return attend_one(self.query, self.key, self.value, turns, pieces, self.mask, scaling=self.scaling)
 
-    def _range_scores(self, key_range: KeyRange, start: int, stop: int, turned: dict[Any, Tensor]) -> Tensor:
+    def _range_scores(self, key_range: KeyRange, start: int, stop: int, turned: dict[object, Tensor]) -> Tensor:
         """Return the scores of a piece for its range of keys, [B, H, q, high - low].
 
         Args:
@@ -129,7 +129,7 @@ class Scoring:
             turned: keeps the keys that pieces have in common.
         """
         query = key_range.piece.rotate_query(self.query[:, :, start:stop], start, stop)
-        known: tuple[Any, ...] = key_range.piece.key_identity
+        known: tuple[object, ...] = key_range.piece.key_identity
         if not _is_dear(self.key):  # otherwise the range is all keys, and its end may be a symbol, which has no hash
             known = (*known, key_range.low, key_range.high)
         if known not in turned:
@@ -219,7 +219,7 @@ def _is_dear(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or device_type(tensor) != "cpu"
 
 
-def _is_free(length: Any) -> bool:
+def _is_free(length: int) -> bool:
     """Return whether torch.export traces a graph whose `length` may be any; in its strict mode none tells."""
     is_exporting = getattr(torch.compiler, "is_exporting", bool)  # bool(): False, before torch 2.7
     return not isinstance(length, int) or (torch.compiler.is_dynamo_compiling() and is_exporting())

@@ -74,7 +74,7 @@ class RowsHook:
     def __init__(self, model_name: str, geometry: Geometry, native: tuple[int, int], square: bool) -> None:
         self.model_name, self.geometry, self.native, self.square = model_name, geometry, native, square
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         self.check(_size(args, kwargs))
         takes = inspect.signature(type(module).forward).parameters
         # a forward without this argument always requests the rows
@@ -135,7 +135,7 @@ class _PatchTableEdit(Edit, ABC):
         new = new.to(device=old.device, dtype=old.dtype)
         _put(owner, leaf, nn.Parameter(new, requires_grad=self.trainable and old.requires_grad), order)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Restore the parameter, moved and cast like the model since then, at its old index."""
         if "parameter" in saved:
             owner, leaf = owner_of(model, self.path)
@@ -147,7 +147,7 @@ class _PatchTableEdit(Edit, ABC):
         """Whether the parameter may be trained afterwards."""
         raise NotImplementedError
 
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         """Freeze rows that come from a formula, or zero rows alone; the rows are loaded."""
         self.freeze(model)
 
@@ -172,7 +172,7 @@ class ReplacePatchTable(_PatchTableEdit):
 
     scheme: GridTable
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         old, rows = tensor_at(model, self.path), self.rows(model).detach()
         assert old is not None
         count = self.geometry.prefix_tokens + _count(self.scheme.grid(self.geometry))
@@ -230,7 +230,7 @@ class RemovePatchTable(_PatchTableEdit):
 
     native: bool
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         old, prefix = tensor_at(model, self.path), self.geometry.prefix_tokens
         assert old is not None
         if self.native:
@@ -269,7 +269,7 @@ class SetRowIds(BufferEdit):
 
     count: int
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         replace_buffer(model, self.path, self._numbered, saved)
 
     def _numbered(self, _: object, old: Tensor) -> Tensor:
@@ -298,13 +298,13 @@ class AnyImageSize(AppliedAgain, TouchesNothing):
     native: tuple[int, int]
     square: bool
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         module = model.get_submodule(self.path)
         setattr(module, ROWS_METHOD, GridRows(module, self.table, self.scheme, self.geometry))
         hook = RowsHook(type(model).__name__, self.geometry, self.native, self.square)
         keep_hooks(saved, module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Restore the method of the module's class."""
         vars(model.get_submodule(self.path)).pop(ROWS_METHOD, None)
         remove_hooks(saved)

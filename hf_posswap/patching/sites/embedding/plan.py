@@ -264,7 +264,7 @@ def _refuse_computed(context: SwapContext, scheme: Scheme, table: TokenTable) ->
 
 def _refuse_not_plain(context: SwapContext, path: str, scheme: str) -> None:
     """Refuse to write rows into a position table that is adapted by PEFT, or quantised."""
-    table: Any = context.model.get_submodule(path)
+    table = context.model.get_submodule(path)
     if is_adapted(table):
         raise UnsupportedSwapError(
             f"{path!r} carries a PEFT adapter ({type(table).__name__}), and {scheme} writes new rows into the "
@@ -391,7 +391,7 @@ def _remove_patches(context: SwapContext, table: PatchTable) -> PlanDraft:
     return PlanDraft(edits=[remove], unused=unused)
 
 
-def _followed(context: SwapContext, table: PatchTable, values: dict[str, Any]) -> Iterator[Edit]:
+def _followed(context: SwapContext, table: PatchTable, values: dict[str, object]) -> Iterator[Edit]:
     """Yield edits for the attributes of the image embeddings that differ in a stock model of another image size."""
     model, trial = context.model, copy.deepcopy(context.model.config)
     for name, value in values.items():

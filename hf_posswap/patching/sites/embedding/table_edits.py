@@ -36,7 +36,7 @@ from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.common.table import TableScheme
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 
 class BlendedTable(nn.Module):
@@ -114,11 +114,11 @@ class ReplaceTable(TouchesModule):
         rows = self.scheme.table(old[self.offset :], self.rows, self.geometry)
         return torch.cat((old[: self.offset].float().cpu(), rows))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         if "weight" not in saved:
             return
         weight: nn.Parameter = saved["weight"]
-        module: Any = model.get_submodule(self.path)
+        module = model.get_submodule(self.path)
         embedding = original_of(module)
         weight.data = weight.data.to(embedding.weight)  # device and dtype
         embedding.weight = weight
@@ -150,7 +150,7 @@ class ReplaceTable(TouchesModule):
         frozen = fits and not self.scheme.trainable and holds_values(weight)
         return not_rows(weight[self.offset :], self._formula(weight) if frozen else None, self.rows)
 
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         """Freeze rows that come from a formula; the rows are loaded."""
         self.freeze(model)
 
@@ -203,9 +203,9 @@ class BlendTable(PluginOnly, TouchesModule):
         new = fitted.table(old.detach()[self.offset :], rows, self.geometry).to(old)
         return nn.Parameter(new) if self.scheme.trainable else new
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Restore the old table with its current weights."""
-        blended: Any = model.get_submodule(self.path)
+        blended = model.get_submodule(self.path)
         if isinstance(blended, BlendedTable):
             blended.native.weight = blended.old
             replace_everywhere(model, self.path, blended.native)
@@ -233,13 +233,13 @@ class RemoveTable(AppliedAgain, TouchesModule):
     rows: int | None
     computed: bool = False
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         old = table_of(model.get_submodule(self.path))
         shape = SENTINEL_SHAPE if self.rows is None else (self.rows, old.shape[1])
         zeros = torch.zeros(shape, dtype=old.dtype, device=old.device)  # plain even if the table is quantised
         replace_child(model, self.path, NoPositions(zeros, saved=not self.computed), saved)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_child(model, self.path, saved)
 
     def check(self, model: PreTrainedModel) -> str | None:
@@ -270,13 +270,13 @@ class NoTableRows(NoPositions):
 class RemoveTableBuffer(AppliedAgain, TouchesNothing):
     """Removes a table that is a plain buffer and not in checkpoints."""
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         owner, leaf = owner_of(model, self.path)
         saved["buffer"] = buffer = getattr(owner, leaf)
         delattr(owner, leaf)
         owner.add_module(leaf, NoTableRows(buffer.new_zeros(SENTINEL_SHAPE)))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         if "buffer" not in saved:
             return
         owner, leaf = owner_of(model, self.path)
@@ -301,11 +301,11 @@ class SaveKeys(AppliedAgain, TouchesNothing):
 
     keys: tuple[str, ...]
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         others = [key for key in unsaved_keys(model) if key not in self.keys]
         saved["keys"] = set_unsaved_keys(model, others)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         """Restore the class's list of keys excluded from checkpoints."""
         if "keys" in saved:
             set_unsaved_keys(model, saved["keys"])
@@ -315,7 +315,7 @@ class SaveKeys(AppliedAgain, TouchesNothing):
         return f"{', '.join(left_out)} would not be saved" if left_out else None
 
 
-def unfitted(table: Any, old: Tensor, fit: Callable[[Tensor], Any]) -> str | None:
+def unfitted(table: object, old: Tensor, fit: Callable[[Tensor], object]) -> str | None:
     """Return why the resolved `table` cannot replace `old` [P, E] yet, because `old` has no values; or None.
 
     Args:
@@ -352,7 +352,7 @@ class LengthHook:
         self.model_name, self.capacity, self.offset, self.first = model_name, capacity, offset, first
         self.buffers, self.signature = buffers, signature
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = by_name(self.signature, args, kwargs)
         cache_argument = find_cache(args, kwargs)
         length = _tokens(given) + _past(None if cache_argument is None else cache_argument[1])
@@ -382,7 +382,7 @@ def _tokens(given: dict[str, Any]) -> int:
     return 0 if embeddings is None else embeddings.shape[-2]
 
 
-def _past(cache: Any) -> int:
+def _past(cache: Cache | None) -> int:
     if cache is None or is_paged_cache(cache):  # it holds many texts
         return 0
     past = cache.get_seq_length()
@@ -411,7 +411,7 @@ class GuardLength(AppliedAgain, TouchesNothing):
     buffers: tuple[str, ...]
     length: int
 
-    def apply(self, model: Any, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         length = self.length + self.offset
         for path in self.buffers:
             replace_buffer(model, path, partial(grown, name=path.rpartition(".")[2], length=length), saved)
@@ -423,7 +423,7 @@ class GuardLength(AppliedAgain, TouchesNothing):
         hook = LengthHook(type(model).__name__, self.capacity, self.offset, self.first, below, entry_signature(entry))
         keep_hooks(saved, entry.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         remove_hooks(saved)
         restore_buffers(model, saved)
 

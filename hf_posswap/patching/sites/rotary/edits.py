@@ -29,7 +29,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class RebuildRotary(TouchesNothing):
     geometry: Geometry
     layer_types: tuple[str, ...]
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         old = model.get_submodule(self.path)
-        new: Any = rebuilt(old, self._config(model))
+        new = rebuilt(old, self._config(model))
         new.config = config_at(model.config, self.part)
         new.register_forward_pre_hook(KeepAngles(new))
         replace_child(model, self.path, new.to(next(old.buffers()).device), saved)
@@ -63,7 +63,7 @@ class RebuildRotary(TouchesNothing):
         if isinstance(self.scheme, RotaryScheme) and self.scheme.length_dependent:
             refuse_continuous_batching(model, ONE_LENGTH)
 
-    def _config(self, model: nn.Module) -> Any:
+    def _config(self, model: nn.Module) -> PreTrainedConfig:
         """Return the sub-config that the new module is built from."""
         trial = copy.deepcopy(model.config)
         subconfig = config_at(trial, self.part)
@@ -71,7 +71,7 @@ class RebuildRotary(TouchesNothing):
             setattr(subconfig, name, copy.deepcopy(value))
         return config_at(with_real_dtype(trial, subconfig), self.part)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_child(model, self.path, saved)
         allow_continuous_batching(model)
 
@@ -83,7 +83,7 @@ class RebuildRotary(TouchesNothing):
             good = turns_nothing(module)
         return None if good else "the rotary module does not have the planned frequencies"
 
-    def reload(self, model: nn.Module) -> None:
+    def reload(self, model: PreTrainedModel) -> None:
         """Protect the angles from casts; transformers has built the module from the new config."""
         rotary = model.get_submodule(self.path)
         rotary.register_forward_pre_hook(KeepAngles(rotary))
@@ -105,13 +105,13 @@ class NeutraliseRotary(PluginOnly, TouchesNothing):
     part: str
     layer_types: tuple[str, ...]
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         native = model.get_submodule(self.path)
         saved["config"] = native.config
         replace_child(model, self.path, NeutralRotary(native, self.layer_types), saved)
         native.config = copy.deepcopy(config_at(model.config, self.part))  # a copy, because the config is edited later
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_child(model, self.path, saved)
         if "config" in saved:
             model.get_submodule(self.path).config = saved["config"]
@@ -133,14 +133,14 @@ class KeepRotary(PluginOnly, TouchesNothing):
     part: str
     follows_length: bool
 
-    def apply(self, model: nn.Module, saved: Saved) -> None:
+    def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         rotary = model.get_submodule(self.path)
         saved["config"] = rotary.config
         rotary.config = copy.deepcopy(config_at(model.config, self.part))
         if self.follows_length:
             refuse_continuous_batching(model, ONE_LENGTH)
 
-    def undo(self, model: nn.Module, saved: Saved) -> None:
+    def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         if "config" in saved:
             model.get_submodule(self.path).config = saved["config"]
         allow_continuous_batching(model)

@@ -29,6 +29,8 @@ from hf_posswap.patching.record.refusals import POSSWAP_ROPE_TYPE
 from hf_posswap.schemes.rope import RotaryScheme
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedConfig, PreTrainedModel
 
 RopeValues = dict[str, dict[str, Any]]
@@ -51,7 +53,7 @@ class NeutralRotary(nn.Module):
         self.native = native
         # not `layer_types`: some models read that attribute of their rotary module and need the native one
         self.posswap_types = layer_types
-        self._last: tuple[Any, Any] = None, None
+        self._last: tuple[object, object] = None, None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -71,7 +73,7 @@ class NeutralRotary(nn.Module):
                 self._last = key, out
         return out
 
-    def _without_rotation(self, *args: object, **kwargs: object) -> Any:
+    def _without_rotation(self, *args: object, **kwargs: object) -> object:
         """Return the output of the native module with the identity rotation.
 
         Raises:
@@ -93,13 +95,13 @@ class NeutralRotary(nn.Module):
         )
 
 
-def _describe(out: Any) -> str:
+def _describe(out: object) -> str:
     if isinstance(out, torch.Tensor):
         return f"one tensor {list(out.shape)} of {out.dtype}"
     return f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """Return a cache key for cos 1 and sin 0 of one token; None for more tokens or other arguments."""
     given = (*args, *kwargs.values())
     if len(given) != 2 or not all(type(argument) is torch.Tensor for argument in given):
@@ -126,7 +128,7 @@ class KeepAngles:
         lasting = {name: buffer for name, buffer in buffers.items() if "original" in name}
         self.seen = lasting or buffers
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if all(getattr(module, name) is buffer for name, buffer in self.seen.items()):
             return
         for name, exact in self.exact.items():
@@ -246,7 +248,7 @@ def keeps(module: nn.Module, old: nn.Module, config: PreTrainedConfig, layer_typ
     )
 
 
-def with_rope(config: PreTrainedConfig, values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def with_rope(config: PreTrainedConfig, values: Mapping[str, dict[str, object]]) -> dict[str, object]:
     """Return the `rope_parameters` of `config` with the rope keys of the sets in `values` replaced.
 
     Args:
@@ -263,7 +265,7 @@ def with_rope(config: PreTrainedConfig, values: dict[str, dict[str, Any]]) -> di
 
 
 def trial_config(
-    config: PreTrainedConfig, path: str, values: dict[str, dict[str, Any]], length: int
+    config: PreTrainedConfig, path: str, values: Mapping[str, dict[str, object]], length: int
 ) -> PreTrainedConfig:
     """Return a copy of `config` whose sub-config at `path` has these rope parameters and this length."""
     trial = copy.deepcopy(config)
@@ -290,13 +292,13 @@ def read_back(config: PreTrainedConfig) -> PreTrainedConfig | None:
         return None
 
 
-def says(config: PreTrainedConfig, values: dict[str, dict[str, Any]]) -> bool:
+def says(config: PreTrainedConfig, values: dict[str, dict[str, object]]) -> bool:
     """Return whether `config` still has `values` after transformers has standardised it: some models override them."""
     actual = {name: parameters_of(config, name) for name in values}
     return all(actual[name].get(key) == value for name, given in values.items() for key, value in given.items())
 
 
-def refused_values(model: PreTrainedModel, stack: Stack, layer_types: tuple[str, ...]) -> dict[str, Any]:
+def refused_values(model: PreTrainedModel, stack: Stack, layer_types: tuple[str, ...]) -> dict[str, object]:
     """Return config values, by path, that stock transformers refuses, for identity rotations."""
     config = config_at(model.config, stack.config)
     refused = {name: {"rope_type": POSSWAP_ROPE_TYPE, "rope_theta": base_of(config, name)} for name in layer_types}

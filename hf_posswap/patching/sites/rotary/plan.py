@@ -225,7 +225,7 @@ def _candidates(model: PreTrainedModel, stack: Stack, scheme: Scheme) -> list[Ro
     """Return candidate rope parameters for the scheme, the most natural first."""
     if not scheme.acts_inside:
         config = config_at(model.config, stack.config)
-        still: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
+        still: dict[str, object] = {"rope_type": "proportional", "partial_rotary_factor": 0.0}
         plain = {name: still | {"rope_theta": base_of(config, name)} for name in stack.rope_layer_types}
         scaled = {
             name: values | {"factor": 1.0} for name, values in plain.items()
@@ -236,7 +236,7 @@ def _candidates(model: PreTrainedModel, stack: Stack, scheme: Scheme) -> list[Ro
     values = scheme.native_rope(stack.geometry)
     if values is None:
         return []
-    partial: dict[str, Any] = {"partial_rotary_factor": scheme.filled("partial")}
+    partial: dict[str, object] = {"partial_rotary_factor": scheme.filled("partial")}
     wide = values | partial  # some models read it, some have it elsewhere
     listed = scheme.native_list(stack.geometry) if scheme.is_fixed else None  # the only form in Phi-3's config
     if listed is not None and scheme.filled("partial") < 1:
