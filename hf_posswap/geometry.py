@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hf_posswap.errors import UnsupportedModelError
 
@@ -106,6 +106,16 @@ class ConfigSizes:
     inner: int
     vocabulary: int
 
+    _NAMES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "hidden": ("hidden_size",),
+        "layers": ("num_hidden_layers",),
+        "heads": ("num_attention_heads",),
+        "kv_heads": ("num_key_value_heads",),
+        "head_dim": ("head_dim",),
+        "inner": ("intermediate_size", "n_inner", "ffn_dim"),
+        "vocabulary": ("vocab_size",),
+    }
+
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ConfigSizes:
         """Return the sizes of the text model of `config`.
@@ -121,25 +131,20 @@ class ConfigSizes:
         from hf_posswap.compat.transformers_models import layer_configs  # it imports torch
 
         text = config.get_text_config()
-        layers = layer_configs(text)
-
-        def most(*names: str) -> int:
-            found = [next((value for name in names if (value := getattr(layer, name, None))), 0) for layer in layers]
-            return max(max(value) if isinstance(value, list | tuple) else value for value in found)
-
-        hidden, heads = most("hidden_size"), most("num_attention_heads") or 1
-        layer_count, vocabulary = most("num_hidden_layers"), most("vocab_size")
-        if not (hidden and layer_count and vocabulary):
+        found = {}
+        for size, names in cls._NAMES.items():
+            values = [getattr(layer, name, None) for layer in layer_configs(text) for name in names]
+            found[size] = max((max(v) if isinstance(v, list | tuple) else v for v in values if v), default=0)
+        heads = found["heads"] or 1
+        if not (found["hidden"] and found["layers"] and found["vocabulary"]):
             raise UnsupportedModelError(
                 "memory is estimated from hidden_size, num_hidden_layers and vocab_size, and the "
                 f"{type(text).__name__} of this model does not have all of them: choose a text model."
             )
-        return cls(
-            hidden=hidden,
-            layers=layer_count,
-            heads=heads,
-            kv_heads=most("num_key_value_heads") or heads,
-            head_dim=most("head_dim") or hidden // heads,
-            inner=most("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
-            vocabulary=vocabulary,
-        )
+        otherwise = {
+            "heads": heads,
+            "kv_heads": heads,
+            "head_dim": found["hidden"] // heads,
+            "inner": 4 * found["hidden"],
+        }
+        return cls(**{size: value or otherwise[size] for size, value in found.items()})

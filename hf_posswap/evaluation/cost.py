@@ -180,19 +180,16 @@ def choose_prefill(model: PreTrainedModel, length: int, reach: Reach | None = No
         >>> choose_prefill(model, 1024), choose_prefill(model, 1 << 17)
         (None, 512)
     """
-    if not (reach or reach_of(model)).prefix_consistent or _activation_bytes(model, length) <= _PREFILL_BYTES:
+    if not (reach or reach_of(model)).prefix_consistent:
         return None
-    if apart_in_chunks(model, _CHUNK_SIZES[0], length) is not None:
+    prefill: int | None = None
+    for prefill in (None, *(size for size in _CHUNK_SIZES if size < length)):
+        need = forward_need(model, length, prefill=prefill, kernels=False)  # the same on every machine
+        if need.states + need.scores <= _PREFILL_BYTES:
+            break
+    if prefill is None or apart_in_chunks(model, prefill, length) is not None:
         return None
-    for chunk_size in _CHUNK_SIZES:
-        if chunk_size < length and _activation_bytes(model, length, chunk_size) <= _PREFILL_BYTES:
-            return chunk_size
-    return _CHUNK_SIZES[-1] if length > _CHUNK_SIZES[-1] else None
-
-
-def _activation_bytes(model: PreTrainedModel, length: int, prefill: int | None = None) -> int:
-    need = forward_need(model, length, prefill=prefill, kernels=False)  # the same on every machine
-    return need.states + need.scores
+    return prefill
 
 
 def check_memory(model: PreTrainedModel, length: int, *, prefill: int | None, free: int | None = None) -> Need:

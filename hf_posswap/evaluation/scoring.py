@@ -308,34 +308,30 @@ def apart_in_chunks(model: PreTrainedModel, prefill: int, length: int | None = N
     swap = None if (patch := getattr(model, "_posswap", None)) is None else (patch.plan.scheme, patch.plan.max_length)
     state = repr((swap, attention_implementation(model.config), model.dtype, model.device, count, step))
     known = _PROVED.get(model)
-    if known is None or known[0] != state:
-        known = _PROVED[model] = state, _apart(model, count, step)
-    return known[1]
-
-
-_PROVED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str | None]] = weakref.WeakKeyDictionary()
-
-
-def _apart(model: PreTrainedModel, count: int, step: int) -> str | None:
-    scorer = Scorer(model)
-    config = model.config.get_text_config()
-    rows = max(1, 8 * _PROBED // count)
-    ids = torch.randint(config.vocab_size, (rows, count), generator=torch.Generator().manual_seed(0))
+    if known is not None and known[0] == state:
+        return known[1]
+    config, scorer, training = model.config.get_text_config(), Scorer(model), model.training
+    shape = max(1, 8 * _PROBED // count), count
+    ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     if (pad := getattr(config, "pad_token_id", None)) is not None:  # some models count no position for it
         ids = ids.where(ids != pad, (pad + 1) % config.vocab_size)
-    training = model.training
     model.eval()
     try:
         whole = scorer.nll(ids)
         scorer.prefill = step
-        apart = (scorer.nll(ids) - whole).abs()  # [rows, count - 1]
+        apart = (scorer.nll(ids) - whole).abs()  # [B, L - 1]
+        why = f"with its cache, losses are up to {float(apart.max()):.2g} nats from those of one forward"
+        half = model.dtype.itemsize <= 2
+        same = bool(apart.mean() <= _APART_HALF if half else apart.max() <= _APART)
     except (DataError, NumericError) as error:
-        return str(error).partition(",")[0]
+        same, why = False, str(error).partition(",")[0]
     finally:
         model.train(training)
-    if bool(apart.max() <= _APART) or (model.dtype.itemsize <= 2 and bool(apart.mean() <= _APART_HALF)):
-        return None
-    return f"with its cache, losses are up to {float(apart.max()):.2g} nats from those of one forward"
+    _PROVED[model] = state, None if same else why
+    return None if same else why
+
+
+_PROVED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str | None]] = weakref.WeakKeyDictionary()
 
 
 def token_nll(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> Tensor:

@@ -103,8 +103,8 @@ def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
 def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
     """Return right answers by task and length, and the effective length of each reader."""
     lines = [
-        f"Swaps for {result['reach']} tokens; {result['samples']} prompts of each retrieval task and length; trained ones read "
-        f"{result['tokens']:,} tokens. Percent of the answers that are right, teacher-forced.",
+        f"Swaps for {result['reach']} tokens; {result['samples']} prompts of each retrieval task and length; "
+        f"trained ones read {result['tokens']:,} tokens. Percent of the answers that are right, teacher-forced.",
     ]
     tasks = list(dict.fromkeys(unit["task"] for unit in units))
     for task in tasks:

@@ -23,6 +23,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
 
 from hf_posswap.compat import transformers_calls
 from hf_posswap.compat import transformers_calls as calls
+from hf_posswap.testing.tiny import tiny_model
 
 CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
 
@@ -112,6 +113,20 @@ def test_cache_in() -> None:
     cache = DynamicCache()
     assert calls.cache_in((torch.zeros(1), cache)) is cache
     assert calls.cache_in({"logits": torch.zeros(1)}) is None
+
+
+def test_tensors_of_layers() -> None:
+    cache = DynamicCache()
+    keys = torch.ones(1, 2, 3, 4)
+    cache.update(keys, keys + 1, 0)
+    assert [tensor.sum().item() for tensor in calls.tensors_of_layers(cache.layers)] == [24, 48]
+    if not hasattr(cache_utils, "LinearAttentionLayer"):  # older releases have caches of their own for such models
+        return
+    model = tiny_model("qwen3_next", meta=False)
+    cache = calls.cache_in(model(torch.arange(8)[None], use_cache=True))
+    states = [layer for layer in cache.layers if isinstance(layer, cache_utils.LinearAttentionLayer)]
+    assert 0 < len(states) < len(cache.layers)
+    assert all(len(calls.tensors_of_layers([layer])) == 2 for layer in cache.layers)
 
 
 OF_LLAMA = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, OPTConfig, OPTModel
+from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, OPTConfig, OPTModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 from hf_posswap.compat import transformers_models
 from hf_posswap.compat.transformers_models import is_deepspeed_engine, load_whole
+from hf_posswap.testing.tiny import tiny_config
 
 TINY = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)
 WPE = "transformer.wpe.weight"
@@ -153,6 +154,17 @@ def test_config_validators() -> None:
     config.hidden_size, config.num_attention_heads = 10, 3
     with pytest.raises(ValueError, match="hidden size"):
         validators["validate_architecture"](config)
+
+
+def test_layer_configs() -> None:
+    assert transformers_models.layer_configs(TINY) == [TINY]
+    config = tiny_config(CONFIG_MAPPING["gemma4_text"])
+    layers = transformers_models.layer_configs(config)
+    if len(layers) > 1:  # since 5.24
+        assert len(layers) == config.num_hidden_layers
+        with pytest.raises(RuntimeError, match="may vary across layers"):
+            _ = config.head_dim
+    assert all(layer.head_dim > 0 for layer in layers)
 
 
 def test_lasting_values(tmp_path: Path) -> None:

@@ -112,9 +112,10 @@ def training_need(
         model.get_input_embeddings().weight.element_size()
     )  # autocast leaves them in the weights' dtype
     states = sizes.layers * rows * length * sizes.hidden * residual_size
-    checkpointed = 0
-    if recipe.checkpoints_activations and not _offloads(recipe):
-        checkpointed = states
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    options = [getattr(recipe.training, name, None) for name in names]
+    offloads = any(isinstance(each, Mapping) and bool(each.get("offload")) for each in options)
+    checkpointed = states if recipe.checkpoints_activations and not offloads else 0
     copies = _LOGITS if teacher is None else _TAUGHT_LOGITS
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
@@ -139,12 +140,6 @@ def _targets(recipe: Recipe, sizes: ConfigSizes, states: int, tokens: int, size:
     if distill.relations:
         total += 2 * sizes.layers * tokens * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * size
     return total
-
-
-def _offloads(recipe: Recipe) -> bool:
-    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    option_dicts = [getattr(recipe.training, name, None) for name in names]
-    return any(isinstance(options, Mapping) and bool(options.get("offload")) for options in option_dicts)
 
 
 def _layer_states(config: PreTrainedConfig, recipe: Recipe) -> int:

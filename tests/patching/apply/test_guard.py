@@ -167,7 +167,7 @@ def test_a_forward_meanwhile_gives_one_mechanism_or_is_refused() -> None:
     for thread in threads:
         thread.start()
     changed = refused = 0
-    while changed + refused < 400 and refused < 4000:
+    while changed < 20 or changed + refused < 400:
         try:
             (unpatch_model(model) if changed % 2 else patch_model(model, "alibi"))
             changed += 1
@@ -177,8 +177,6 @@ def test_a_forward_meanwhile_gives_one_mechanism_or_is_refused() -> None:
     for thread in threads:
         thread.join()
     assert (seen["neither"], seen["other"]) == (0, 0), seen
-    assert changed + refused >= 400
-    assert changed > 0
 
 
 def test_while_positions_change_forwards_and_changes_of_other_threads_are_refused() -> None:
