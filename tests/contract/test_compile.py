@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model
+from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH
 from tests.contract.pairs import NOISE, Pair, gap, words
 from tests.stock import with_cache
@@ -153,3 +154,34 @@ def test_logits_of_code_that_inductor_made_are_those_of_the_model(scheme: str, d
         for length in (200, 301):
             ids = torch.randint(64, (1, length))
             torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("mistral", "alibi"), ("qwen3", "self_extend"), ("gemma2", "t5"), ("bloom", "rope"), ("gptj", "alibi"),
+        ("bert", "rope"), pytest.param("deepseek_v3", "rope", marks=pytest.mark.exhaustive),
+        pytest.param("modernbert", "alibi", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_code_that_inductor_made_for_other_families_is_their_model(kind: str, scheme: str) -> None:
+    """Logits and gradients of padded rows, and logits of a longer text by the same compiled model."""
+    torch._dynamo.reset()
+    model = patch_model(tiny_model(kind, meta=False), scheme, max_length=128)
+    generator = torch.Generator().manual_seed(0)
+    padded, longer = (torch.randint(5, 90, (2, length), generator=generator) for length in (60, 100))
+    mask = torch.ones_like(padded)
+    mask[0, :9] = 0
+    found = []
+    for run in (model, torch.compile(model)):
+        model.zero_grad()
+        logits = run(input_ids=padded, attention_mask=mask).logits
+        logits.log_softmax(-1)[mask.bool()][:, 3].sum().backward()
+        gradient = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+        with torch.no_grad():
+            far = run(input_ids=longer, attention_mask=torch.ones_like(longer)).logits
+        found.append((logits.detach()[mask.bool()], gradient, far))
+    (logits, gradient, far), (compiled_logits, compiled_gradient, compiled_far) = found
+    torch.testing.assert_close(compiled_logits, logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(compiled_far, far, atol=1e-4, rtol=0)
+    assert (compiled_gradient - gradient).norm() < 1e-4 * gradient.norm()
