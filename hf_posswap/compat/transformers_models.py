@@ -173,7 +173,8 @@ def lasting_values(config: PreTrainedConfig) -> dict[str, object]:
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a config for each layer if the layers differ, otherwise the config alone.
 
-    transformers refuses to read what differs, such as Gemma 4's head_dim, from the config of all layers.
+    Touches `is_heterogeneous` and `per_layer_config`, where a release has them: it refuses to read what differs, such
+    as Gemma 4's head_dim, from the config of all layers.
     """
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
