@@ -191,7 +191,7 @@ class Setting:
         options = {
             name: value
             for name, value in context.params.items()
-            if name not in ("only", "threads", "device", "ask_tasks")
+            if name not in ("only", "threads", "device", "ask_tasks", "task", "lengths")
         }
         return {
             "study": study,

@@ -115,12 +115,20 @@ def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
             found = {unit["length"]: unit["scores"] for unit in rows if unit["reader"] == reader}
             lines.append(_row([reader, *(_percent(found.get(length)) for length in lengths)]))
     pooled: dict[str, dict[int, list[float]]] = {}
-    for unit in units:
-        if unit["task"] != CHOICE:
-            pooled.setdefault(unit["reader"], {}).setdefault(unit["length"], []).extend(unit["scores"])
+    for reader in dict.fromkeys(unit["reader"] for unit in units):
+        own = [unit for unit in units if unit["reader"] == reader and unit["task"] != CHOICE]
+        asked = {task: {unit["length"] for unit in own if unit["task"] == task} for task in tasks}
+        everywhere = set[int]().union(*asked.values())
+        for unit in own:
+            if asked[unit["task"]] == everywhere:
+                pooled.setdefault(reader, {}).setdefault(unit["length"], []).extend(unit["scores"])
     if not pooled:
         return lines
-    lines += ["", "All retrieval tasks, with Wilson's 95 % interval, and the effective length (85 % of its own first):"]
+    lines += [
+        "",
+        "The retrieval tasks that a reader was asked at all of its lengths, with Wilson's 95 % interval, and the "
+        "effective length (85 % of its own first):",
+    ]
     lengths = sorted({length for found in pooled.values() for length in found})
     lines += ["", *_head(["reader", *map(str, lengths), "effective length"])]
     for reader, found in pooled.items():
