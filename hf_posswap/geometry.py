@@ -131,12 +131,12 @@ class ConfigSizes:
         from hf_posswap.compat.transformers_models import layer_configs  # it imports torch
 
         text = config.get_text_config()
-        found = {}
+        largest = {}
         for size, names in cls._NAMES.items():
             values = [getattr(layer, name, None) for layer in layer_configs(text) for name in names]
-            found[size] = max((max(v) if isinstance(v, list | tuple) else v for v in values if v), default=0)
-        heads = found["heads"] or 1
-        if not (found["hidden"] and found["layers"] and found["vocabulary"]):
+            largest[size] = max((max(v) if isinstance(v, list | tuple) else v for v in values if v), default=0)
+        heads = largest["heads"] or 1
+        if not (largest["hidden"] and largest["layers"] and largest["vocabulary"]):
             raise UnsupportedModelError(
                 "memory is estimated from hidden_size, num_hidden_layers and vocab_size, and the "
                 f"{type(text).__name__} of this model does not have all of them: choose a text model."
@@ -144,7 +144,7 @@ class ConfigSizes:
         otherwise = {
             "heads": heads,
             "kv_heads": heads,
-            "head_dim": found["hidden"] // heads,
-            "inner": 4 * found["hidden"],
+            "head_dim": largest["hidden"] // heads,
+            "inner": 4 * largest["hidden"],
         }
-        return cls(**{size: value or otherwise[size] for size, value in found.items()})
+        return cls(**{size: value or otherwise[size] for size, value in largest.items()})

@@ -237,8 +237,8 @@ def _latent(random: np.random.Generator) -> TaskText:
     chosen = [ASSOCIATIONS[int(i)] for i in random.choice(len(ASSOCIATIONS), 5, replace=False)]
     target = int(random.integers(5))
     facts = tuple(f"{name} {fact}.\n" for name, (fact, _) in zip(people, chosen, strict=True))
-    asked = chosen[target][1]
-    return TaskText(facts, f"Who {asked}? The one who {asked} is named", (people[target],))
+    implied = chosen[target][1]
+    return TaskText(facts, f"Who {implied}? The one who {implied} is named", (people[target],))
 
 
 def _labels(random: np.random.Generator) -> TaskText:

@@ -68,7 +68,7 @@ TASKS = (
     "niah_single", "niah_multikey", IN_DOCUMENTS, "icl_labels", "niah_multivalue", "niah_latent", "variable_tracking",
 )  # fmt: skip
 FLOOR = 0.1
-"""A task of which the base answers no larger share at the shortest length is asked no further: it can show nothing."""
+"""A task of which the base answers no larger share at the shortest length is left out at longer ones."""
 CONTEXT, CONTINUED = 512, 64
 """Tokens of a passage with its continuation, and of the continuation."""
 SHORT, WINDOWS = 2048, 4
@@ -508,8 +508,8 @@ def within(
     )  # fmt: skip
     budgets = sorted(tokens or (1 << 18, 1 << 20))
     head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS, "step": step}
-    asked = {"prompts": prompts_digest(setting)} if ask_tasks else {}
-    results = Results(out / "within.json", head | asked, ("short", "windows", "step", *asked))
+    prompts = {"prompts": prompts_digest(setting)} if ask_tasks else {}
+    results = Results(out / "within.json", head | prompts, ("short", "windows", "step", *prompts))
     _short(results, setting, {"mechanism": BASE, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
     for reader in setting.wanted(MECHANISMS, only):
         assert reader.scheme is not None

@@ -116,18 +116,18 @@ def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
             lines.append(_row([reader, *(_percent(found.get(length)) for length in lengths)]))
     pooled: dict[str, dict[int, list[float]]] = {}
     for reader in dict.fromkeys(unit["reader"] for unit in units):
-        own = [unit for unit in units if unit["reader"] == reader and unit["task"] != CHOICE]
-        asked = {task: {unit["length"] for unit in own if unit["task"] == task} for task in tasks}
-        everywhere = set[int]().union(*asked.values())
-        for unit in own:
-            if asked[unit["task"]] == everywhere:
+        answers = [unit for unit in units if unit["reader"] == reader and unit["task"] != CHOICE]
+        lengths_of = {task: {unit["length"] for unit in answers if unit["task"] == task} for task in tasks}
+        all_lengths = set[int]().union(*lengths_of.values())
+        for unit in answers:
+            if lengths_of[unit["task"]] == all_lengths:
                 pooled.setdefault(reader, {}).setdefault(unit["length"], []).extend(unit["scores"])
     if not pooled:
         return lines
     lines += [
         "",
-        "The retrieval tasks that a reader was asked at all of its lengths, with Wilson's 95 % interval, and the "
-        "effective length (85 % of its own first):",
+        "The retrieval tasks with results at all lengths of the reader, with Wilson's 95 % interval, and the effective "
+        "length (85 % of its own first):",
     ]
     lengths = sorted({length for found in pooled.values() for length in found})
     lines += ["", *_head(["reader", *map(str, lengths), "effective length"])]

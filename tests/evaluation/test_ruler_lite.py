@@ -93,7 +93,7 @@ def test_there_are_eleven_tasks_and_their_prompts_depend_on_their_numbers_alone(
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_prompt_ends_within_the_sentence_that_the_answer_completes(task: str) -> None:
-    """After a colon or a question, models that know the answer begin a new line: SmolLM2 had 0 % at every length."""
+    """After a colon or a question, models that know the answer begin a new line, as SmolLM2 does."""
     text = text_of(ruler_prompt(TOKENIZER, task, length=1500))
     assert re.search(r" (is|are|named|label)$", text)
 
