@@ -62,6 +62,14 @@ def stacks_of_threads() -> dict[int, FrameType]:
     return {threading.get_ident(): sys._getframe(1)}
 
 
+def can_be_suspended(frame: FrameType) -> bool:
+    """Return whether `frame` is of a generator or coroutine: while it is suspended it has no caller in `f_back`.
+
+    Touches the code flags that `inspect` documents.
+    """
+    return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
+
+
 def rebound(function: object, copies: Mapping[int, object], _above: tuple[int, ...] = ()) -> Any:
     """Return `function` with what it holds of copied objects _exchanged for the copies; itself if it holds none.
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from hf_posswap.compat.python_objects import self_of, stacks_of_threads
+from hf_posswap.compat.python_objects import can_be_suspended, self_of, stacks_of_threads
 from hf_posswap.compat.torch_modules import computes
 from hf_posswap.errors import ModelInUseError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -37,6 +37,8 @@ class _Change:
 _changes: dict[threading.Thread, list[_Change]] = {}
 """The changes by each thread, the outermost first."""
 _table = threading.Lock()
+_MOST_LOOKS = 1000
+"""How often a stack is read until it is whole: a thread that C code began may have a generator as first function."""
 
 
 def alone(*, parameters: bool = True) -> Callable[[F], F]:
@@ -175,23 +177,39 @@ def _refuse_forward(model: nn.Module, operation: str) -> None:
 def _calls_by_thread(module_ids: set[int]) -> dict[int, str | None]:
     """Return the running call of one of these modules in each thread, by thread ident; None: there is none.
 
+    The other threads go on while their stacks are read. A function's frame keeps its caller even after its end; a
+    generator's has none once it is suspended, and what called it would be overlooked. Such a stack is read again.
+
     It keeps no reference to a frame: a reference to the current one would keep the model alive until garbage
     collection.
     """
-    stacks, calls = stacks_of_threads(), {}
-    while stacks:
-        ident, innermost = stacks.popitem()
-        calls[ident] = _running_call(innermost, module_ids)
-        del innermost
+    calls: dict[int, str | None] = {}
+    unread: set[int] | None = None  # of all threads
+    for _ in range(_MOST_LOOKS):
+        stacks, cut = stacks_of_threads(), set()
+        while stacks:
+            ident, innermost = stacks.popitem()
+            if unread is None or ident in unread:
+                calls[ident], is_whole = _running_call(innermost, module_ids)
+                if not is_whole:
+                    cut.add(ident)
+            del innermost
+        unread = cut
+        if not unread:
+            break
     return calls
 
 
-def _running_call(frame: FrameType | None, module_ids: set[int]) -> str | None:
-    """Return the call of one of these modules on the stack from `frame` outwards; None: there is none."""
+def _running_call(frame: FrameType | None, module_ids: set[int]) -> tuple[str | None, bool]:
+    """Return the call of one of these modules on the stack from `frame` outwards, None if there is none.
+
+    Also return whether the stack was seen down to the thread's first function, or to that call.
+    """
+    outermost = frame
     while frame is not None:
         name = frame.f_code.co_name
         generates = name.startswith("generate")  # generate, generate_batch, ...
         if (generates or computes(name)) and id(self_of(frame)) in module_ids:
-            return "generate" if generates else "a forward"
-        frame = frame.f_back
-    return None
+            return ("generate" if generates else "a forward"), True
+        outermost, frame = frame, frame.f_back
+    return None, outermost is None or not can_be_suspended(outermost)

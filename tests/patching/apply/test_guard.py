@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_posswap
 from hf_posswap import Blend, patch_model, patched, unpatch_model
 from hf_posswap.errors import AlreadyPatchedError, ModelInUseError, NotPatchedError, PosswapError, UnsupportedSwapError
+from hf_posswap.patching.apply import guard
 from hf_posswap.patching.apply.guard import changing
 from hf_posswap.patching.tools.scheme_values import finish_blend
 from tests.training.tiny_models import tiny
@@ -145,6 +146,8 @@ def test_of_two_threads_one_changes_the_model(take_back: bool) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_forward_meanwhile_gives_one_mechanism_or_is_refused() -> None:
     model = tiny("llama")
+    for layer in model.model.layers:  # forwards that are in a generator most of their time
+        layer.register_forward_pre_hook(lambda module, arguments: sum(0 for _ in range(1000)) or None)
     native = logits(model)
     with patched(model, "alibi"):
         swapped = logits(model)
@@ -177,6 +180,36 @@ def test_a_forward_meanwhile_gives_one_mechanism_or_is_refused() -> None:
     for thread in threads:
         thread.join()
     assert (seen["neither"], seen["other"]) == (0, 0), seen
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_forward_that_runs_generators_is_seen_at_each_look() -> None:
+    """A suspended generator has no caller, so a stack that is read from within one ends there."""
+
+    class Generators(torch.nn.Module):
+        def forward(self, stop: threading.Event) -> None:
+            started.set()
+            while not stop.is_set():
+                sum(number for number in range(8))
+
+    model, started, stop = Generators(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=model, args=(stop,))
+    thread.start()
+    started.wait(60)
+    try:
+        seen = [guard._calls_by_thread({id(model)})[thread.ident or 0] for _ in range(10_000)]
+    finally:
+        stop.set()
+        thread.join()
+    assert set(seen) == {"a forward"}
+
+
+def test_a_thread_whose_first_function_is_a_generator_runs_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = (number for number in range(8)).gi_frame
+    looks: list[int] = []
+    monkeypatch.setattr(guard, "stacks_of_threads", lambda: looks.append(1) or {0: frame})
+    assert guard._calls_by_thread({id(tiny("gpt2"))}) == {0: None}
+    assert len(looks) == guard._MOST_LOOKS
 
 
 def test_while_positions_change_forwards_and_changes_of_other_threads_are_refused() -> None:
