@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import gc
@@ -9,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_posswap.compat.python_objects import rebound, self_of, stacks_of_threads
+from hf_posswap.compat.python_objects import can_be_suspended, rebound, self_of, stacks_of_threads
 from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from tests.training.tiny_models import tiny
 
@@ -105,6 +106,30 @@ def test_self_of_lets_the_search_for_garbage_go_on(searched: bool) -> None:
         assert gc.isenabled() == searched
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_can_be_suspended_is_true_of_generators_and_coroutines() -> None:
+    async def coroutine() -> FrameType:
+        return sys._getframe()
+
+    async def asynchronous() -> AsyncIterator[FrameType]:
+        yield sys._getframe()
+
+    async def first() -> FrameType:
+        return await anext(asynchronous())
+
+    suspended = next(sys._getframe() for _ in range(1))
+    assert can_be_suspended(suspended)
+    assert can_be_suspended(asyncio.run(coroutine()))
+    assert can_be_suspended(asyncio.run(first()))
+    assert not can_be_suspended(sys._getframe())
+
+
+def test_a_suspended_generator_has_no_caller() -> None:
+    """On that rests what the guard makes of a stack that ends in one."""
+    generator = (sys._getframe() for _ in range(2))
+    frame = next(generator)
+    assert frame.f_back is None
 
 
 def test_stacks_of_threads_without_a_gil(steps: tuple[Steps, FrameType], monkeypatch: pytest.MonkeyPatch) -> None:

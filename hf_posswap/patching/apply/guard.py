@@ -76,8 +76,11 @@ def changing(model: nn.Module, operation: str, *, parameters: bool = True) -> It
         ModelInUseError: a forward or `generate` of the model is running, in this thread or another, or another thread
             is changing its positions.
     """
-    if parameters:
-        _refuse_inference_mode(operation)
+    if parameters and torch.is_inference_mode_enabled():
+        raise UnsupportedSwapError(
+            f"{operation} under torch.inference_mode() would create parameters that can never be trained, even later. "
+            "Call it outside of that block, or use torch.no_grad() for the block."
+        )
     me = threading.current_thread()
     if any(change.model is model for change in _changes.get(me, ())):
         yield
@@ -85,14 +88,6 @@ def changing(model: nn.Module, operation: str, *, parameters: bool = True) -> It
     with _locked(model, operation, me), _gated(model, operation, me):
         _refuse_forward(model, operation)
         yield
-
-
-def _refuse_inference_mode(operation: str) -> None:
-    if torch.is_inference_mode_enabled():
-        raise UnsupportedSwapError(
-            f"{operation} under torch.inference_mode() would create parameters that can never be trained, even later. "
-            "Call it outside of that block, or use torch.no_grad() for the block."
-        )
 
 
 @contextmanager
