@@ -6,7 +6,7 @@ softmax runs over all of them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -165,8 +165,10 @@ def pair_outside(mechanism: Any, length: int) -> tuple[int, int, int] | None:
     return int(positions[0, query]), int(positions[0, key]), int(counts[query, key])
 
 
-def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tensor:
+def side_by_side(key: Tensor, tables: tuple[CosSin, ...], layout: Layout) -> Tensor:
     """Return `key` [B, G, K, D] rotated by each of `tables`, side by side: [B, G, K, keys_per_token D].
+
+    One key, a step of decoding, is rotated by all tables at once: calls cost more there than their arithmetic.
 
     Example:
         >>> import torch
@@ -174,7 +176,19 @@ def side_by_side(key: Tensor, tables: Sequence[CosSin], layout: Layout) -> Tenso
         >>> side_by_side(torch.tensor([[[[1.0, 2.0]]]]), (still, quarter), "half")
         tensor([[[[ 1.,  2., -2.,  1.]]]])
     """
+    if key.shape[2] == 1 and not torch.compiler.is_compiling():
+        return rotate(key.expand(-1, -1, len(tables), -1), in_a_row(tables), layout).flatten(2).unsqueeze(2)
     return torch.cat([rotate(key, table, layout) for table in tables], dim=-1)
+
+
+def in_a_row(tables: tuple[CosSin, ...]) -> CosSin:
+    """Return tables of one token each, [B or 1, 1, 1, R/2], in the places of tokens, cached: [B or 1, 1, P, R/2]."""
+    cache = tables[0].__dict__
+    if cache.get("row", (None,))[0] is not tables:
+        cos, sin = (torch.cat([getattr(table, name) for table in tables], dim=2) for name in ("cos", "sin"))
+        cache["row"] = tables, CosSin(cos, sin)
+    row: CosSin = cache["row"][1]
+    return row
 
 
 def _select(table: CosSin | LateCosSin, rows: slice, tokens: slice) -> CosSin:

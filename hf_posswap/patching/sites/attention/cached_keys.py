@@ -27,6 +27,7 @@ from hf_posswap.compat.transformers_calls import (
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes.common.piece import Keys
 from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.utils.devices import device_type
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -52,8 +53,8 @@ _CLASSES: dict[type, type] = {}
 """The classes that keep positions, by the class of transformers that each is of."""
 
 
-def keys_of(cache: Cache | None, layer: int | None, mechanism: Mechanism, device: torch.device) -> Keys:
-    """Return the form in which layer `layer` of `cache` stores keys.
+def keys_of(cache: Cache | None, layer: int | None, mechanism: Mechanism, hidden: Tensor) -> Keys:
+    """Return the form in which layer `layer` of `cache` stores the keys of `hidden`.
 
     Copies cost memory and the time to move it; one key for each token costs rotating the near ones, which is known only
     on a CPU without compilation. The form that a layer already has is kept: some caches get their shape, that of one
@@ -70,7 +71,7 @@ def keys_of(cache: Cache | None, layer: int | None, mechanism: Mechanism, device
     if keys is not None and keys.dim() == 4:
         return single if keys.shape[-1] == mechanism.head_dim else "copies"
     grows = not hasattr(cache_layer, "max_cache_len") and not torch.compiler.is_compiling()
-    return "far" if mechanism.turns_on and grows and device.type == "cpu" else "copies"
+    return "far" if mechanism.turns_on and grows and device_type(hidden) == "cpu" else "copies"
 
 
 class PositionedLayer:
@@ -333,12 +334,6 @@ def _positioned(cache: Cache, layer_idx: int) -> PositionedLayer:
     return keeper
 
 
-def evictable_layer(cache: Cache, layer_idx: int) -> Any:
-    """Return a layer of `cache` that can keep positions, put in its place if it could not."""
-    layer = cache.layers[layer_idx]
-    return layer if hasattr(layer, "posswap_keeps_positions") else _positioned(cache, layer_idx)
-
-
 def _grows(layer: object) -> bool:
     """Return whether a cache layer makes its keys anew when it takes some; others write into a place of theirs."""
     return not hasattr(layer, "max_cache_len")
@@ -460,7 +455,9 @@ def evict_keys(cache: Cache, keep: Tensor) -> None:
     positions = [_selected_positions(getattr(layer, "posswap_positions", None), index) for layer in layers]
     self_cache = self_attention_cache(cache)
     for number, ((keys, values), at) in enumerate(zip(kept, positions, strict=True)):
-        layer = evictable_layer(self_cache, number)
+        layer = self_cache.layers[number]
+        if not hasattr(layer, "posswap_keeps_positions"):
+            layer = _positioned(self_cache, number)
         layer.keys, layer.values = keys, values
         layer.posswap_positions, layer.posswap_is_evicted = at, True
         layer.keep_keys(intact=True)

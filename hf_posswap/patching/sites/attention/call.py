@@ -159,9 +159,9 @@ class AttentionCall:
         known = "pieces", self.keys  # layers may differ in what their caches hold
         return self._shared(known, lambda: self.mechanism.pieces(self.span.query, self.span.key, keys=self.keys))
 
-    def held(self) -> dict[int, Any]:
-        """Return where the layers of a forward keep which keys the pieces hold."""
-        return self._shared(("held", self.keys), dict)
+    def held(self) -> dict[Any, Any] | None:
+        """Return where the layers of a forward keep which keys the pieces hold; None: each layer finds out itself."""
+        return None if self.span.shared_cache is None else self._shared(("held", self.keys), dict)
 
     def bias(self) -> Tensor | None:
         """Return the scheme's bias, [B or 1, H, Q, K] float32, or None."""

@@ -85,7 +85,7 @@ class PositionHook:
         if paged and needs_key_positions(mechanism):
             Refusal(type(module).__name__)()  # by another way than the model's own methods
         own = None if cache is None or paged else self_attention_cache(cache)
-        keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden.device)
+        keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden)
         writes_rotated = keys != "raw"
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)

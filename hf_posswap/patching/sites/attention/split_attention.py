@@ -3,8 +3,8 @@
 Queries are taken in blocks, so that nothing of [Q, K] is ever held at once, and in each block a piece's scores are
 computed only for the keys that it holds.
 
-One query, a step of decoding, takes the fewest calls: it is rotated for all pieces at once, and the keys of each piece,
-which lie side by side, are read where they are.
+One query, a step of decoding, takes the fewest calls: which keys each piece holds is read once for all layers, the
+query is rotated for all pieces at once, and the keys of each piece, which lie side by side, are read where they are.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.patching.sites.attention.forward_memo import identity_of
 from hf_posswap.rope_math import CosSin, rotate
-from hf_posswap.schemes.common.piece import Piece
+from hf_posswap.schemes.common.piece import Piece, in_a_row
 from hf_posswap.utils.devices import device_type
 
 BLOCK = 256
@@ -43,6 +44,18 @@ class KeyRange(NamedTuple):
     which: Tensor | None
 
 
+class Ranges(NamedTuple):
+    """Which keys the pieces hold for one query.
+
+    Attributes:
+        ranges: of the pieces that hold any, in their order.
+        end: the key from which on no row sees any.
+    """
+
+    ranges: list[KeyRange]
+    end: int
+
+
 @dataclass(frozen=True)
 class Scoring:
     """What the scores of a block are made of.
@@ -57,7 +70,8 @@ class Scoring:
         mask: bool (True: attend) or additive, [B or 1, 1 or H, Q, K]; None: no mask.
         causal: where there is no mask: whether a query sees only keys up to its own index.
         scaling: multiplies the scores.
-        memo: what was found for one query, for all layers that ask the same.
+        memo: what was read for one query, for all layers that ask the same.
+        is_shared: whether other layers are given the same memo.
     """
 
     pieces: tuple[Piece, ...]
@@ -70,6 +84,7 @@ class Scoring:
     causal: bool
     scaling: float
     memo: dict[Any, Any]
+    is_shared: bool
 
     @property
     def wide(self) -> torch.dtype:
@@ -79,7 +94,7 @@ class Scoring:
     def block(self, start: int, stop: int) -> Tensor:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         seen, keys = self._seen(start, stop), self.key_positions.shape[1]
-        ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one()
+        ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one().ranges
         turned: dict[object, Tensor] = {}
         by_range = [self._range_scores(key_range, start, stop, turned) for key_range in ranges]
         if _tile(ranges, keys):
@@ -94,14 +109,41 @@ class Scoring:
             scores = torch.cat((scores[..., : key_range.low], range_scores, scores[..., key_range.high :]), dim=-1)
         return self._masked(scores, seen, start, stop)
 
-    def ranges_of_one(self) -> list[KeyRange]:
-        """Return which keys each piece holds for the one query."""
-        if torch.compiler.is_compiling():
-            return self._holding(0, 1, None)
+    def ranges_of_one(self) -> Ranges:
+        """Return which keys each piece holds for the one query, read once for all layers that ask the same."""
+        if not self._can_read():
+            return Ranges(self._holding(0, 1, None), self.key_positions.shape[1])
         if self._known not in self.memo:  # the mask is held too, so that its id is not given to another
-            self.memo[self._known] = self._holding(0, 1, None), self.mask
-        ranges: list[KeyRange] = self.memo[self._known][0]
+            self.memo[self._known] = self._read_ranges(), self.mask
+        ranges: Ranges = self.memo[self._known][0]
         return ranges
+
+    def _can_read(self) -> bool:
+        """Return whether numbers can be read: no graph is made, and another device is waited for once, not by layer."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not holds_values(self.key_positions):
+            return False
+        if device_type(self.key_positions) == "cpu":
+            return True
+        return self.is_shared and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+    def _read_ranges(self) -> Ranges:
+        """Return which keys each piece holds for the one query; another device is waited for once."""
+        rows, columns = self.query_positions.cpu()[:, :, None], self.key_positions.cpu()[:, None, :]
+        keys, shown = columns.shape[-1], None if self.mask is None else self._shown(0, 1).cpu()
+        belongs = torch.cat([piece.pairs.holds(rows, columns) for piece in self.pieces], dim=1)  # [B or 1, P, K]
+        of_any = belongs.any(dim=0)  # [P, K]
+        seen = of_any if shown is None else (belongs & shown).any(dim=0)
+        lows = of_any.int().argmax(dim=-1).tolist()  # a range may begin in padding, so that all lie side by side
+        highs = (keys - seen.flip(-1).int().argmax(dim=-1)).tolist()
+        ranges = []
+        for number, (piece, low, high) in enumerate(zip(self.pieces, lows, highs, strict=True)):
+            if seen[number, high - 1]:
+                which = belongs[:, number : number + 1, low:high]
+                ranges.append(KeyRange(piece, low, high, None if which.all() else which.to(self.key.device)))
+        end = keys
+        if shown is not None and shown.any(dim=-1).all():  # else a row that sees no key attends to all of them
+            end = int(shown.any(dim=0).nonzero()[-1, -1]) + 1
+        return Ranges(sorted(ranges, key=lambda key_range: key_range.low), end)
 
     @property
     def _known(self) -> tuple[Any, ...]:
@@ -110,14 +152,15 @@ class Scoring:
 
     def one(self) -> Tensor | None:
         """Return attention of the one query [B, 1, H, Dv]; None: its pieces do not hold keys side by side."""
-        ranges, keys = self.ranges_of_one(), self.key_positions.shape[1]
-        if not _tile(ranges, keys) or (self.mask is not None and self.mask.shape[1] > 1):
+        ranges, end = self.ranges_of_one()
+        if not _tile(ranges, end) or (self.mask is not None and self.mask.shape[1] > 1):
             return None
         if ("turns", self._known) not in self.memo:
-            self.memo["turns", self._known] = turns_of([one.piece for one in ranges])
-        pieces = [(one.piece, one.low, one.high) for one in ranges]
+            tables = tuple(CosSin(one.piece.query.cos, one.piece.query.sin) for one in ranges)
+            self.memo["turns", self._known] = in_a_row(tables)
         turns = self.memo["turns", self._known]
-        return attend_one(self.query, self.key, self.value, turns, pieces, self.mask, scaling=self.scaling)
+        key, value = (states if states.shape[2] == end else states[:, :, :end] for states in (self.key, self.value))
+        return attend_one(self.query, key, value, turns, ranges, self.mask, scaling=self.scaling)
 
     def _range_scores(self, key_range: KeyRange, start: int, stop: int, turned: dict[object, Tensor]) -> Tensor:
         """Return the scores of a piece for its range of keys, [B, H, q, high - low].
@@ -130,7 +173,7 @@ class Scoring:
         """
         query = key_range.piece.rotate_query(self.query[:, :, start:stop], start, stop)
         known: tuple[object, ...] = key_range.piece.key_identity
-        if not _is_dear(self.key):  # otherwise the range is all keys, and its end may be a symbol, which has no hash
+        if not torch.compiler.is_compiling():  # else the range is all keys, and its end may be a symbol without a hash
             known = (*known, key_range.low, key_range.high)
         if known not in turned:
             low, high = key_range.low, key_range.high
@@ -141,7 +184,7 @@ class Scoring:
         """Return which keys each piece holds for the queries start to stop, in their order; none: it is left out."""
         rows = self.query_positions[:, start:stop, None]  # [B or 1, q, 1]
         columns = self.key_positions[:, None, :]  # [B or 1, 1, K]
-        shown = self._shown(start, stop) if seen is None else None
+        shown = None if seen is not None or self.mask is None or _is_dear(self.mask) else self._shown(start, stop)
         ranges = []
         for piece in self._needed(rows, columns, shown if seen is None else seen):
             belongs = piece.pairs.holds(rows, columns)  # [B or 1, q, K]
@@ -168,16 +211,11 @@ class Scoring:
         later = columns > rows
         return list(self.pieces) if bool((later if shown is None else later & shown).any()) else past
 
-    def _shown(self, start: int, stop: int) -> Tensor | None:
-        """Return which keys the mask shows queries start to stop, bool [B or 1, q, K].
-
-        None: all of them, or asking is dear.
-        """
-        if self.mask is None or _is_dear(self.mask):
-            return None
+    def _shown(self, start: int, stop: int) -> Tensor:
+        """Return which keys the mask shows queries start to stop in any head, bool [B or 1, q, K]."""
+        assert self.mask is not None
         mask = self.mask[..., start:stop, : self.key_positions.shape[1]]
-        shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-        return shown.any(dim=1)
+        return (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min).any(dim=1)
 
     def _seen(self, start: int, stop: int) -> Tensor | None:
         """Return which keys the queries start to stop may see by their index, bool [q, K]; None: all of them."""
@@ -281,6 +319,7 @@ def attend_split(
         causal=causal,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         memo={} if memo is None else memo,
+        is_shared=memo is not None,
     )
     length = query.shape[2]
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -300,30 +339,12 @@ def attend_split(
     return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), chances if weights else None
 
 
-class Turns(NamedTuple):
-    """The rotations of one query for several pieces.
-
-    Attributes:
-        table: of [B or 1, 1, P, R/2]: the pieces stand where tokens do.
-        layout: how rotary pairs lie in a head.
-    """
-
-    table: CosSin
-    layout: Any
-
-
-def turns_of(pieces: Sequence[Piece]) -> Turns:
-    """Return the rotations of the one query that `pieces` are for."""
-    cos, sin = (torch.cat([getattr(piece.query, name) for piece in pieces], dim=2) for name in ("cos", "sin"))
-    return Turns(CosSin(cos, sin), pieces[0].layout)
-
-
 def attend_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    turns: Turns,
-    ranges: Sequence[tuple[Piece, int, int]],
+    turns: CosSin,
+    ranges: Sequence[KeyRange],
     mask: Tensor | None,
     *,
     scaling: float,
@@ -334,18 +355,17 @@ def attend_one(
         query: [B, H, 1, D], not rotated.
         key: [B, G, K, D], as it is cached.
         value: [B, G, K, Dv].
-        turns: of the pieces in `ranges`, in their order.
-        ranges: a piece, the first of its keys, and the one after the last.
-        mask: bool (True: attend) or additive, [B or 1, 1, 1, K]; None: all is seen.
+        turns: of the query for the pieces of `ranges`, in their order: [B or 1, 1, P, R/2].
+        ranges: of all K keys.
+        mask: bool (True: attend) or additive, [B or 1, 1, 1, K or more]; None: all is seen.
         scaling: multiplies the scores.
     """
-    groups = value.shape[1]
-    turned = rotate(query.expand(-1, -1, len(ranges), -1), turns.table, turns.layout)  # [B, H, P, D]
-    grouped = turned.unflatten(1, (groups, -1))  # [B, G, H/G, P, D]
+    turned = rotate(query.expand(-1, -1, len(ranges), -1), turns, ranges[0].piece.layout)  # [B, H, P, D]
+    grouped = turned.unflatten(1, (value.shape[1], -1))  # [B, G, H/G, P, D]
     wide = torch.promote_types(query.dtype, torch.float32)
     scores_by_region = [
         torch.matmul(grouped[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2))
-        for number, (piece, low, high) in enumerate(ranges)
+        for number, (piece, low, high, _) in enumerate(ranges)
     ]
     scores = torch.cat(scores_by_region, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
     if mask is not None:

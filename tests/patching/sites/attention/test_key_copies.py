@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import PosswapError
+from hf_posswap.patching.sites.attention.split_attention import Scoring
 from hf_posswap.schemes import piecewise
 from hf_posswap.schemes.common import piece
+from hf_posswap.utils.devices import standing_for
 from tests.stock import with_cache
 
 LENGTH, WIDTH = 70, 8
@@ -39,9 +42,9 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config)
 
 
-def llama() -> Any:
+def llama(layers: int = 2) -> Any:
     config = LlamaConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -132,8 +135,68 @@ def test_a_step_rotates_no_far_key(
         real = module.rotate
         monkeypatch.setattr(module, "rotate", lambda x, *rest, real=real: tokens.append(x.shape[2]) or real(x, *rest))
     model(IDS[:, 60:61], **with_cache(model, cache), use_cache=True)
-    near = {8} if kind == "dynamic" and scheme in TURNS_ON else set()  # of 32 positions a quarter is the window
-    assert set(tokens) == {1, *near}
+    if kind == "dynamic" and scheme in TURNS_ON:
+        assert set(tokens) == {1, 8}  # of 32 positions a quarter is the window
+    else:
+        assert set(tokens) == {2}  # the new key alone, by both tables at once
+
+
+EVERY = [*SCHEMES, ("dual_chunk", {})]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(("scheme", "options"), EVERY, ids=str)
+def test_steps_on_a_gpu_give_what_a_whole_forward_gives(
+    scheme: str, options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of the CPU take the ways of a GPU, on which numbers are read once a step, and not in a CUDA graph."""
+    model, reads = swapped(scheme, options), []
+    real = Scoring._read_ranges
+    monkeypatch.setattr(Scoring, "_read_ranges", lambda scoring: reads.append(1) or real(scoring))
+    padded = torch.ones_like(IDS)
+    padded[1, :11] = 0
+    for mask in (None, padded):
+        whole = steps(model, DynamicCache(), (), mask)
+        for is_captured in (False, True):
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda value=is_captured: value)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=is_captured: value)
+            cache = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=LENGTH + 5)
+            reads.clear()
+            with standing_for("cuda"):
+                found = steps(model, cache, (20, 33, *range(60, LENGTH)), mask)
+            shown = slice(None) if mask is None else mask.bool()
+            assert (found - whole)[shown].abs().max() < EXACT
+            of_steps = (
+                LENGTH - 60 if kind == "dynamic" and not is_captured else 0
+            )  # layers of a static cache share nothing
+            assert len(reads) == of_steps
+
+
+@pytest.mark.parametrize("scheme", [*TURNS_ON, "dual_chunk"])
+@torch.no_grad()
+def test_a_step_on_a_gpu_runs_at_most_half_as_many_operators_more(scheme: str) -> None:
+    """There each call of an operator costs more than its arithmetic."""
+    counts = []
+    for model in (llama(layers=24).eval(), patch_model(llama(layers=24).eval(), scheme, max_length=128)):
+        with standing_for("cuda"):
+            cache = DynamicCache()
+            model(IDS[:1, :60], **with_cache(model, cache), use_cache=True)
+            with OperatorCounter() as counter:
+                model(IDS[:1, 60:61], **with_cache(model, cache), use_cache=True)
+        counts.append(counter.count)
+    assert counts[1] < 1.55 * counts[0]
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts the operators that compute something: no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.overloadpacket is not torch.ops.aten._unsafe_view
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("scheme", TURNS_ON)
