@@ -115,8 +115,11 @@ def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[in
     return None
 
 
+_NO_CACHES = (Tensor, bool, int, float, str, tuple, list, dict, nn.Module, type(None))
+
+
 def _refuse_unknown_cache(value: object) -> None:
-    if value is None or isinstance(value, Tensor | bool | int | float | str | tuple | list | dict | nn.Module):
+    if isinstance(value, _NO_CACHES):  # asked in each layer of each step: a union of types would be made anew
         return
     if hasattr(value, "update") and (hasattr(value, "get_seq_length") or hasattr(value, "get_query_offset")):
         raise TypeError(

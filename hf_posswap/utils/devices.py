@@ -124,10 +124,13 @@ def attended_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def as_attended(tensor: Tensor) -> Tensor:
-    """Return `tensor` as `scaled_dot_product_attention` would take it now."""
-    dtype = attended_dtype(tensor)
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # in decoding a call of torch's in vain is seen
+def as_attended(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return `tensors`, of one device, as `scaled_dot_product_attention` would take them now."""
+    device = tensors[0].device.type
+    if device in _WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device):
+        return tensors
+    # in decoding a call of torch's in vain is seen
+    return tuple(x if x.dtype == (dtype := attended_dtype(x)) else x.to(dtype) for x in tensors)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:

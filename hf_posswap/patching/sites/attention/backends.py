@@ -290,14 +290,14 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
     numbers, calls = request.shared(
         ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
     )
-    queries, keys, value = request.query.shape[2], request.key.shape[2], as_attended(request.value)
+    queries, keys, (value,) = request.query.shape[2], request.key.shape[2], as_attended(request.value)
     turned = {}  # regions may share their keys
     pairs: list[tuple[Tensor, Tensor]] = []
     out: Tensor | None = None
     for index, piece in enumerate(all_pieces[number] for number in numbers):
         if piece.key_identity not in turned:
-            turned[piece.key_identity] = as_attended(piece.rotate_key(request.key, 0, keys))
-        pair = as_attended(piece.rotate_query(request.query, 0, queries)), turned[piece.key_identity]
+            (turned[piece.key_identity],) = as_attended(piece.rotate_key(request.key, 0, keys))
+        pair = as_attended(piece.rotate_query(request.query, 0, queries))[0], turned[piece.key_identity]
         if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
             own = tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == index)
             part = attend_calls([pair], value, own, scaling=request.scaling)

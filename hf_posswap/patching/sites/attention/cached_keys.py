@@ -180,7 +180,7 @@ def _stamp(keys: object) -> tuple[tuple[int, ...], int | None] | None:
     """Return the shape of the keys that a layer's own operations left, and how often they were written into."""
     if torch.compiler.is_compiling() or not isinstance(keys, Tensor):
         return None
-    return tuple(keys.shape), version_of(keys)
+    return keys.shape, version_of(keys)
 
 
 def positioned_class(native: type) -> type:
@@ -215,7 +215,7 @@ def is_intact(layer: Any) -> bool:
     if quantized_keys(layer) is not layer.posswap_quantized:
         return False
     keys, left, stamp = getattr(layer, "keys", None), layer.posswap_keys, layer.posswap_stamp
-    if stamp is not None and stamp[0] != tuple(left.shape):  # layer.keys.data = ...
+    if stamp is not None and stamp[0] != left.shape:  # layer.keys.data = ...
         return False
     if keys is left or keys is None or left is None or not keys.numel():
         return True

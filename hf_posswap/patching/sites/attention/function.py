@@ -126,7 +126,7 @@ def posswap_attention(
     query, key = call.rotate(query, key)
     query = call.scaled(query)
     if call.mechanism.biases and name == "sdpa":  # sdpa takes masks of the dtype that autocast gives the rest
-        query, key, value = map(as_attended, (query, key, value))
+        query, key, value = as_attended(query, key, value)
     _watch(call, query, key, attention_mask, kwargs)
     masks_by_head = _masks_by_head(call, module, name, query, key)
     # for one query all backends are the same
