@@ -197,4 +197,7 @@ def _select(table: CosSin | LateCosSin, rows: slice, tokens: slice) -> CosSin:
 
 
 def _rows(table: CosSin | LateCosSin, start: int, stop: int) -> CosSin:
+    table = table.table if isinstance(table, LateCosSin) else table
+    if not torch.compiler.is_compiling() and (start, stop) == (0, table.cos.shape[-2]):
+        return table  # with what it keeps for all layers
     return CosSin(table.cos[..., start:stop, :], table.sin[..., start:stop, :])
