@@ -270,12 +270,12 @@ def _of_checkpoint(source: str | Path, forward: bool | None, hub: dict[str, Any]
     """Return the report on a folder or Hub id."""
     trust = hub[TRUST]
     files = {key: value for key, value in hub.items() if key != TRUST}
-    examined = _Examined(str(source), is_live=False)
+    examined, given = _Examined(str(source), is_live=False), source
     source = checkpoint_of(source, **files)
     chart = read_chart(source, **files)
     diagnosis: Diagnosis | None = None
     try:
-        diagnosis = diagnose(chart, trust_remote_code=trust, **files)
+        diagnosis = diagnose(chart, given, trust_remote_code=trust, **files)
         examined.findings += diagnosis.findings
         examined.coverage.checked += diagnosis.checked
     except PosswapError:

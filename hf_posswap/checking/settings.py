@@ -327,6 +327,8 @@ def serving_findings(config: PreTrainedConfig, diagnosis: Diagnosis | None = Non
             do = f"Run: {command}" if command else "Serve it with another program."
             yield Finding("note", target, f"{target} ({engine}) {what}: {why}", do, "serving")
             continue
+        if command.startswith("llama-server"):
+            continue  # it reads the GGUF file that was given, and no config.json
         wanted = _wanted(judged, positions, config)
         if wanted:
             yield Finding(

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,9 @@ from hf_posswap.patching.inspect.describe import model_class_of, read_config
 from hf_posswap.patching.inspect.untrusted_config import bounds_by, refuse_endless
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import native_config_class
+from hf_posswap.utils.atomic_io import read_object
 from hf_posswap.utils.auto_classes import TRUST
-from hf_posswap.utils.gguf_source import checkpoint_of
+from hf_posswap.utils.gguf_source import NOTES, checkpoint_of
 from hf_posswap.utils.threads import quiet_logger
 from hf_posswap.utils.weight_shapes import FLOATS, Shapes, folder_kinds
 
@@ -72,11 +73,19 @@ def doctor(source: str | Path, *, trust_remote_code: bool = False, **hub: Any) -
         ...     doctor(folder).findings[0].what[:51]
         'yarn without original_max_position_embeddings: tran'
     """
-    return diagnose(read_chart(checkpoint_of(source, **hub), **hub), trust_remote_code=trust_remote_code, **hub)
+    chart = read_chart(checkpoint_of(source, **hub), **hub)
+    return diagnose(chart, source, trust_remote_code=trust_remote_code, **hub)
 
 
-def diagnose(chart: Chart, *, trust_remote_code: bool = False, **hub: object) -> Diagnosis:
-    """Return what `doctor` does of a checkpoint whose files were read."""
+def diagnose(chart: Chart, source: str | Path, *, trust_remote_code: bool = False, **hub: object) -> Diagnosis:
+    """Return what `doctor` does of a checkpoint whose files were read.
+
+    Args:
+        chart: of its files.
+        source: as the user named it; a GGUF file's `chart` is of the folder that it was converted into.
+        trust_remote_code: as in `doctor`.
+        hub: likewise.
+    """
     findings = list(adapter_findings(chart))
     checked = ["adapter_config.json"] if chart.adapter is not None else []
     positions = "an adapter"
@@ -85,7 +94,24 @@ def diagnose(chart: Chart, *, trust_remote_code: bool = False, **hub: object) ->
         positions, model_findings, model_checks, serving = _of_model(chart, hub | {TRUST: trust_remote_code})
         findings += model_findings
         checked += model_checks
-    return Diagnosis(chart.source, positions, worst_first(findings), tuple(checked), serving)
+    if str(source) != chart.source:
+        serving = tuple(replace(each, command=_of_file(each, str(source), chart.source)) for each in serving)
+    return Diagnosis(str(source), positions, worst_first(findings), tuple(checked), serving)
+
+
+def _of_file(serving: Serving, source: str, folder: str) -> str:
+    """Return the command of `serving` for the GGUF file `source`, which was converted into `folder`.
+
+    hf_posswap takes the file itself, and so does llama.cpp, unless something of it could not be kept.
+    """
+    steps = serving.command.split(" && ")
+    is_whole = Path(source).is_file() and not read_object(Path(folder, NOTES), lost=list)["lost"]
+    if serving.target == "llamacpp" and is_whole and len(steps) == 2 and steps[0].startswith("posswap export"):
+        return steps[1].replace("model.gguf", shlex.quote(source))
+    steps = [
+        step.replace(shlex.quote(folder), shlex.quote(source)) if step.startswith("posswap") else step for step in steps
+    ]
+    return " && ".join(steps).replace(f"hf_posswap.load({folder!r}", f"hf_posswap.load({source!r}")
 
 
 def _of_model(chart: Chart, hub: Mapping[str, object]) -> tuple[str, list[Finding], list[str], tuple[Serving, ...]]:

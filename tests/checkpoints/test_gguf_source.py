@@ -956,6 +956,30 @@ def test_the_commands_take_a_gguf_file(tmp_path: Path) -> None:
     assert run(app, ["advise", str(path), "--max-length", "64"], catch_exceptions=False).exit_code == 0
 
 
+def test_doctor_and_check_name_the_file_that_was_given(tmp_path: Path) -> None:
+    """llama.cpp reads it as it is, unless something of it was lost; hf_posswap takes it too; others need a folder."""
+    path, _ = written(tmp_path, scheme="rope", base=5e5)  # programs want its theta in config.json as they spell it
+    folder = checkpoint_of(path)
+    diagnosis = doctor(path)
+    commands = {each.target: each.command for each in diagnosis.serving}
+    assert diagnosis.source == str(path)
+    assert commands["llamacpp"] == f"llama-server -m {path} -c 32"
+    assert commands["onnx"] == f"posswap export {path} --target onnx -o model.onnx"
+    assert f"hf_posswap.load('{path}')" in commands["transformers"]
+    assert f"vllm serve {folder} " in commands["vllm"]
+    report = hf_posswap.check(path)
+    actions = {finding.where: finding.do for finding in report.findings}
+    assert "llamacpp" not in actions
+    assert f"posswap export {path} --target tgi" in actions["tgi"]
+    notes = Path(folder, gguf_source.NOTES)
+    notes.write_text(json.dumps({"file": path.name, "lost": ["its scaling was not kept."]}))
+    with pytest.warns(UserWarning, match=r"its scaling was not kept"):
+        commands = {each.target: each.command for each in doctor(path).serving}
+    assert commands["llamacpp"].startswith(
+        f"posswap export {path} --target llamacpp -o model.gguf && llama-server -m model"
+    )
+
+
 def test_a_recipe_takes_a_gguf_file_by_its_path_or_by_folder_and_name(tmp_path: Path) -> None:
     recipe = load_recipe("control", [f"model.name={tmp_path}", "model.gguf_file=tiny.gguf"])
     assert recipe.model.source == f"{tmp_path}/tiny.gguf"  # as of the Hub: nothing lies there yet
