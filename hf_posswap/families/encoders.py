@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_posswap.compat.transformers_models import masks_the_future
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, RelativePart, StackSpec, TableSpec, register
-from hf_posswap.families.interfaces.base import fitting
+from hf_posswap.families.interfaces.base import fitting, interface
 from hf_posswap.families.modules import modeling_module
 
 if TYPE_CHECKING:
@@ -24,36 +24,6 @@ _TABLE = "embeddings.position_embeddings"
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _LEARNED = TableSpec(_TABLE, buffers=_BUFFERS)
 _PADDED = TableSpec(_TABLE, offset="padding", config_counts_offset=True, buffers=_BUFFERS)
-
-
-def _layoutlm(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.layoutlm import LayoutLMInterface
-
-    return fitting(module, LayoutLMInterface)
-
-
-def _convbert(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.convbert import ConvBertInterface
-
-    return fitting(module, ConvBertInterface)
-
-
-def _squeezebert(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.squeezebert import SqueezeBertInterface
-
-    return fitting(module, SqueezeBertInterface)
-
-
-def _mpnet(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.mpnet import MPNetInterface
-
-    return fitting(module, MPNetInterface)
-
-
-def _deberta(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.deberta import DebertaInterface, DebertaV2Interface
-
-    return fitting(module, DebertaInterface, DebertaV2Interface)
 
 
 def is_absolute_esm(config: PreTrainedConfig) -> bool:
@@ -81,7 +51,7 @@ register(
                 _ATTENTION,
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",)),
                 causal=False,
-                traits=AttentionTraits(_layoutlm),
+                traits=AttentionTraits(interface("layoutlm", "LayoutLMInterface")),
             ),
         ),
         kept=tuple(f"embeddings.{name}_position_embeddings" for name in "xyhw"),
@@ -205,7 +175,7 @@ register(
                 _ATTENTION,
                 table=_LEARNED,
                 traits=AttentionTraits(
-                    _convbert,
+                    interface("convbert", "ConvBertInterface"),
                     causal=is_decoder,
                     heads=_attending_heads,
                 ),
@@ -238,7 +208,7 @@ register(
                 "",
                 "encoder.layers.*.attention",
                 table=_LEARNED,
-                traits=AttentionTraits(_squeezebert, causal=is_decoder),
+                traits=AttentionTraits(interface("squeezebert", "SqueezeBertInterface"), causal=is_decoder),
             ),
         ),
     )
@@ -271,7 +241,7 @@ register(
                 ),
                 causal=False,
                 traits=AttentionTraits(
-                    _mpnet,
+                    interface("mpnet", "MPNetInterface"),
                     positions=_thirty_two_buckets,
                     scheme="t5",
                     made_from="encoder.relative_attention_bias",
@@ -334,7 +304,7 @@ register(
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",), absent=_has_no_table),
                 causal=False,
                 traits=AttentionTraits(
-                    _deberta,
+                    interface("deberta", "DebertaInterface", "DebertaV2Interface"),
                     closed=_talks,
                     relative=RelativePart(
                         config_name="relative_attention",
