@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,11 +156,7 @@ def _salted() -> Iterator[None]:
 
     def begin() -> Callable[[], None]:
         before, settings[_HASH_SALT] = settings[_HASH_SALT], _SALT
-
-        def end() -> None:
-            settings[_HASH_SALT] = before
-
-        return end
+        return partial(settings.__setitem__, _HASH_SALT, before)
 
     with shared(_HASH_SALT, begin):
         yield

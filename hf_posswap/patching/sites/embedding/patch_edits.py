@@ -61,18 +61,21 @@ class GridRows:
         return rows if grid == native else scheme.table(rows, native, grid, self.geometry).to(rows)
 
 
+@dataclass(eq=False)
 class RowsHook:
     """Pre-hook of the module that turns an image into tokens: requests the rows of the image's own grid.
 
-    Args:
+    Attributes:
         model_name: for messages.
         geometry: of the model.
         native: the image size in the model's config, which patches need not divide.
         square: whether the model's head assumes a square of patches.
     """
 
-    def __init__(self, model_name: str, geometry: Geometry, native: tuple[int, int], square: bool) -> None:
-        self.model_name, self.geometry, self.native, self.square = model_name, geometry, native, square
+    model_name: str
+    geometry: Geometry
+    native: tuple[int, int]
+    square: bool
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         self.check(_size(args, kwargs))
