@@ -70,7 +70,11 @@ def trained_commands(case: Case, candidate: Candidate, serving: Serving | None) 
     assert candidate.recipe is not None
     settings = recipe_settings(case, candidate)
     recipe, out = load_recipe(candidate.recipe, settings), candidate.recipe
-    planned = [] if candidate.plan else [line("explain", case.name, *_planned(case, candidate))]
+    planned: list[str] = []
+    if not candidate.plan:
+        scheme = candidate.scheme(case)
+        length = () if "factor=" in scheme else ("--max-length", str(case.length))
+        planned = [line("explain", case.name, scheme, *length)]
     return (
         *planned,
         train_line(candidate.recipe, [*settings, f"out={out}"]),
@@ -78,11 +82,6 @@ def trained_commands(case: Case, candidate: Candidate, serving: Serving | None) 
         compare_command(case, ["control/model", f"{out}/model"], first=f"base={case.name}"),
         *serve_commands(case, f"{out}/model", serving),
     )
-
-
-def _planned(case: Case, candidate: Candidate) -> tuple[str, ...]:
-    scheme = candidate.scheme(case)
-    return (scheme,) if "factor=" in scheme else (scheme, "--max-length", str(case.length))
 
 
 def recipe_settings(case: Case, candidate: Candidate) -> list[str]:

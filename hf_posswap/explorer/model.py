@@ -95,7 +95,9 @@ def model_facts(
     case = Case(name, skeleton, explanation.report, "other", int(skeleton.num_parameters()), length, 0, None)
     window = explanation.report.geometry.original_length
     lengths = [window * 2**k for k in range(_DOUBLINGS) if window * 2**k < length]
-    serving = _serving(case, scheme, how) if explanation.report.swapped is None and explanation.refusal is None else ()
+    targets = TARGETS if explanation.report.swapped is None and explanation.refusal is None else ()
+    verdicts = (serving_of(case, scheme, target=target, how=how) for target in targets)
+    serving = tuple(verdict for verdict in verdicts if verdict is not None)
     return ModelFacts(
         name,
         explanation,
@@ -118,11 +120,6 @@ def _cost(model: PreTrainedModel, length: int) -> LengthCost:
     whole = forward_need(model, length)
     cache = forward_need(model, length, prefill=min(_PREFILL, length - 1)).cache if length > 1 else 0
     return LengthCost(length, cache, whole.total, forward_operations(model, length))
-
-
-def _serving(case: Case, scheme: Scheme | None, how: dict[str, object]) -> tuple[Serving, ...]:
-    verdicts = (serving_of(case, scheme, target=target, how=how) for target in TARGETS)
-    return tuple(verdict for verdict in verdicts if verdict is not None)
 
 
 def _commands(case: Case, typed: str | None, how: dict[str, object], serving: tuple[Serving, ...]) -> tuple[str, ...]:

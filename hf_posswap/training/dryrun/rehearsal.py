@@ -231,10 +231,7 @@ class Marks(TrainerCallback):
     ) -> None:
         self._batches[-1].append(self._since())
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._batches[-1].append(self._since())
+    on_pre_optimizer_step = on_substep_end
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
