@@ -8,22 +8,31 @@
 'plugin'
 """
 
-from typing import Any
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from hf_posswap.utils.public_names import after_import, attach_public_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)
 
 
-def _register(auto_config: Any) -> None:
+def _register(auto_config: ModuleType) -> None:
     from hf_posswap.checkpoints.auto import register
 
     register(auto_config)
 
 
-def _let_torch_load(serialization: Any) -> None:
+def _let_torch_load(serialization: ModuleType) -> None:
     from hf_posswap.utils.refused_weights import let_torch_load
 
     let_torch_load(serialization)
@@ -32,21 +41,21 @@ def _let_torch_load(serialization: Any) -> None:
 after_import("torch.serialization", ready="add_safe_globals", action=_let_torch_load)
 
 
-def _watch_adapters(peft_model: Any) -> None:
+def _watch_adapters(peft_model: ModuleType) -> None:
     from hf_posswap.checkpoints.adapters import watch
 
     watch(peft_model)
 
 
-def _watch_own_adapters(integration: Any) -> None:
+def _watch_own_adapters(integration: ModuleType) -> None:
     from hf_posswap.compat.peft_wrappers import watch_own_adapters
 
-    def loading(model: Any, source: Any) -> None:
+    def loading(model: nn.Module, source: Path) -> None:
         from hf_posswap.patching.record.adapter_marks import refuse_misfit
 
         refuse_misfit(model, source)
 
-    def given_weights(model: Any, weights: Any) -> None:
+    def given_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         from hf_posswap.patching.record.adapter_marks import refuse_misfit_weights
 
         refuse_misfit_weights(model, weights)

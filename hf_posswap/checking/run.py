@@ -61,7 +61,7 @@ def check(
     model: PreTrainedModel | str | Path,
     *,
     forward: bool | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
     **hub: object,
 ) -> CheckReport:
@@ -102,7 +102,7 @@ def check(
         return _of_live(inner, forward, tokenizer)
 
 
-def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: PreTrainedTokenizerBase) -> CheckReport:
+def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: PreTrainedTokenizerBase | None) -> CheckReport:
     """Return the report on a live model."""
     examined = _Examined(type(inner).__name__, is_live=True)
     coverage, config = examined.coverage, inner.config.to_dict()

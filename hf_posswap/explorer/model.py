@@ -89,7 +89,7 @@ def model_facts(
     explanation = explain(model, scheme, trust_remote_code=trust_remote_code, **(how if scheme is not None else {}))
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
     is_planned = explanation.plan is not None and explanation.report.swapped is None
-    swapped = _swapped(skeleton, scheme, how) if is_planned else skeleton
+    swapped = skeleton if scheme is None or not is_planned else _swapped(skeleton, scheme, how)
     length = explanation.report.limit if explanation.plan is None else explanation.plan.max_length
     scheme_text = written or (scheme.name if scheme is not None else None)
     case = Case(name, skeleton, explanation.report, "other", int(skeleton.num_parameters()), length, 0, None)
@@ -108,7 +108,7 @@ def model_facts(
     )
 
 
-def _swapped(skeleton: PreTrainedModel, scheme: Any, how: dict[str, Any]) -> PreTrainedModel:
+def _swapped(skeleton: PreTrainedModel, scheme: Scheme, how: dict[str, Any]) -> PreTrainedModel:
     """Return the swapped model without weights, or the unswapped one if the swap needs the weights' values."""
     try:
         return patch_model(on_meta(copy.deepcopy(skeleton.config)), scheme, **how)

@@ -193,7 +193,7 @@ class CausalIfDecoder(ThroughInterface):
 
 
 def eager_attention_forward(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
