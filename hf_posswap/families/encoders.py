@@ -5,20 +5,21 @@ The attention of many lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hf_posswap.compat.transformers_models import masks_the_future
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, RelativePart, StackSpec, TableSpec, register
-from hf_posswap.families.interfaces.base import fitting, interface
+from hf_posswap.families.interfaces.base import interface
 from hf_posswap.families.modules import modeling_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_SEES_THE_FUTURE = "this release of transformers lets such decoders see future tokens: nothing can be put inside."
 _ATTENTION = "encoder.layer.*.attention.self"
 _TABLE = "embeddings.position_embeddings"
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
@@ -117,20 +118,14 @@ def is_decoder(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "is_decoder", False))
 
 
-def _bert_like(module: nn.Module) -> type | str:
+def _masking(choose: Callable[[nn.Module], type | str], module: nn.Module) -> type | str:
+    """Return what `choose` does of attention that masks the future where it decodes; otherwise why nothing fits."""
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return _SEES_THE_FUTURE
-    from hf_posswap.families.interfaces.bert_like import BigBirdInterface, MegatronBertInterface, RemBertInterface
-
-    return fitting(module, BigBirdInterface, MegatronBertInterface, RemBertInterface)
+        return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
+    return choose(module)
 
 
-def _roformer(module: nn.Module) -> type | str:
-    if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return _SEES_THE_FUTURE
-    from hf_posswap.families.interfaces.roformer import RoFormerInterface
-
-    return fitting(module, RoFormerInterface)
+_BERT_LIKE = partial(_masking, interface("bert_like", "BigBirdInterface", "MegatronBertInterface", "RemBertInterface"))
 
 
 def _attending_heads(config: PreTrainedConfig) -> tuple[int, int]:
@@ -159,7 +154,7 @@ register(
                 "",
                 _ATTENTION,
                 table=_LEARNED,
-                traits=AttentionTraits(_bert_like, causal=is_decoder),
+                traits=AttentionTraits(_BERT_LIKE, causal=is_decoder),
             ),
         ),
     )
@@ -193,7 +188,7 @@ register(
                 "",
                 _ATTENTION,
                 table=_LEARNED,
-                traits=AttentionTraits(_bert_like, causal=is_decoder, closed=sees_blocks),
+                traits=AttentionTraits(_BERT_LIKE, causal=is_decoder, closed=sees_blocks),
             ),
         ),
     )
@@ -263,7 +258,7 @@ register(
                 "",
                 _ATTENTION,
                 traits=AttentionTraits(
-                    _roformer,
+                    partial(_masking, interface("roformer", "RoFormerInterface")),
                     positions=_interleaved,
                     scheme="rope",
                     made_from="encoder.embed_positions",
