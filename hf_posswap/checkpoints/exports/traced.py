@@ -150,7 +150,7 @@ class RotaryByLength(nn.Module):
     rope_types: dict[str, str]
     originals: dict[str, int]
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: PreTrainedModel) -> None:
         super().__init__()
         self.rope_types, self.originals = following(native), {}
         fresh: Any = rebuilt(native, native.config)  # without hooks, which would restore its angles
