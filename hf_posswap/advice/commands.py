@@ -88,7 +88,9 @@ def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     """Return KEY=VALUE for the recipe of `candidate`: the model, the length, and as many steps as the budget allows."""
     assert candidate.recipe is not None
     settings = [f"model.name={case.name}", _SOURCE, *candidate.swap(case)]
-    settings.append(f"data.length={training_length(case, candidate)}")
+    # one training window is the recipe's number of windows, at most the target length
+    most = case.length if candidate.windows is None else min(case.length, candidate.windows * case.window)
+    settings.append(f"data.length={max(_CUT, most // _CUT * _CUT)}")
     recipe = load_recipe(candidate.recipe, settings)
     if recipe.swap.fit and not can_be_fitted(case):
         settings.append("swap.fit=0")
@@ -98,12 +100,6 @@ def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     warmup = min(int(recipe.training.warmup_steps), max(1, round(_WARMUP * steps)))
     more = {"gradient_accumulation_steps": accumulation, "max_steps": steps, "warmup_steps": warmup}
     return [*settings, *(f"training.{k}={v}" for k, v in more.items() if v != getattr(recipe.training, k))]
-
-
-def training_length(case: Case, candidate: Candidate) -> int:
-    """Return the tokens of one training window: the recipe's number of windows, at most the target length."""
-    most = case.length if candidate.windows is None else min(case.length, candidate.windows * case.window)
-    return max(_CUT, most // _CUT * _CUT)
 
 
 def trained_tokens(recipe: Recipe) -> int:

@@ -28,7 +28,7 @@ class WeakModule:
         """Return the module; None: it is gone."""
         return None if self._reference is None else self._reference()
 
-    def __deepcopy__(self, memo: dict[int, nn.Module]) -> WeakModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
         return WeakModule(None if module is None else memo.get(id(module)))  # None: only a submodule is copied
 

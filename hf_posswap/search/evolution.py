@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def load_progress(path: Path, identity: dict[str, object]) -> Progress:
         raise CheckpointError(f"{path} is an incomplete state of search_longrope ({error!r}); delete it.") from error
 
 
-def _candidate(row: tuple[Sequence[float], float, float]) -> Candidate:
+def _candidate(row: list[Any]) -> Candidate:
     factors, positions, attention = row
     return Candidate(tuple(map(float, factors)), int(positions), float(attention))
 

@@ -92,17 +92,7 @@ class BlendScheduleCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        set_blend(self.model, blend_share(state.global_step, self.steps))
-
-
-def blend_share(step: int, steps: int) -> float:
-    """Return the share of the new mechanism at `step`, counted from 0, of a swap spread over `steps`.
-
-    Example:
-        >>> [blend_share(step, 4) for step in (0, 1, 3, 9)]
-        [0.25, 0.5, 1.0, 1.0]
-    """
-    return min(1.0, (step + 1) / steps)
+        set_blend(self.model, min(1.0, (state.global_step + 1) / self.steps))
 
 
 @dataclass(eq=False)
