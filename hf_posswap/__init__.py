@@ -8,52 +8,36 @@
 'plugin'
 """
 
-from typing import Any
+from functools import partial
+from types import ModuleType
 
-from hf_posswap.utils.public_names import after_import, attach_public_names
+from hf_posswap.utils.public_names import after_import, attach_public_names, call_late
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = attach_public_names(__name__, __file__)
 
-
-def _register(auto_config: Any) -> None:
-    from hf_posswap.checkpoints.auto import register
-
-    register(auto_config)
-
-
-def _let_torch_load(serialization: Any) -> None:
-    from hf_posswap.utils.refused_weights import let_torch_load
-
-    let_torch_load(serialization)
+after_import(
+    "torch.serialization",
+    ready="add_safe_globals",
+    action=partial(call_late, "hf_posswap.utils.refused_weights", "let_torch_load"),
+)
 
 
-after_import("torch.serialization", ready="add_safe_globals", action=_let_torch_load)
-
-
-def _watch_adapters(peft_model: Any) -> None:
-    from hf_posswap.checkpoints.adapters import watch
-
-    watch(peft_model)
-
-
-def _watch_own_adapters(integration: Any) -> None:
+def _watch_own_adapters(integration: ModuleType) -> None:
     from hf_posswap.compat.peft_wrappers import watch_own_adapters
 
-    def loading(model: Any, source: Any) -> None:
-        from hf_posswap.patching.record.adapter_marks import refuse_misfit
-
-        refuse_misfit(model, source)
-
-    def given_weights(model: Any, weights: Any) -> None:
-        from hf_posswap.patching.record.adapter_marks import refuse_misfit_weights
-
-        refuse_misfit_weights(model, weights)
-
-    watch_own_adapters(integration, loading, given_weights)
+    marks = "hf_posswap.patching.record.adapter_marks"
+    given_weights = partial(call_late, marks, "refuse_misfit_weights")
+    watch_own_adapters(integration, partial(call_late, marks, "refuse_misfit"), given_weights)
 
 
-after_import("peft.peft_model", ready="get_model_status", action=_watch_adapters)
+after_import(
+    "peft.peft_model", ready="get_model_status", action=partial(call_late, "hf_posswap.checkpoints.adapters", "watch")
+)
 after_import("transformers.integrations.peft", ready="maybe_load_adapters", action=_watch_own_adapters)
-after_import("transformers.models.auto.configuration_auto", ready="AutoConfig", action=_register)
+after_import(
+    "transformers.models.auto.configuration_auto",
+    ready="AutoConfig",
+    action=partial(call_late, "hf_posswap.checkpoints.auto", "register"),
+)

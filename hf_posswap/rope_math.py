@@ -85,8 +85,11 @@ class Frequencies(_Frequencies):
 
     @property
     def phase_step(self) -> Tensor:
-        """The same in 2^-64 of a turn, modulo a turn, [R/2], int64."""
-        return _phase_step(self.exact) if self.steps is None else self.steps
+        """The same in 2^-64 of a turn, modulo a turn, [R/2]: int64, which overflows after exactly one turn."""
+        if self.steps is not None:
+            return self.steps
+        turns = self.exact / (2 * math.pi)
+        return ((turns - turns.round()) * 2.0**64).long()
 
     def to(self, device: torch.device | str) -> Frequencies:
         """Return them on `device`, with `exact` and `phase_step` precomputed."""
@@ -97,12 +100,6 @@ class Frequencies(_Frequencies):
 def widest(device: torch.device | str) -> torch.dtype:
     """Return the widest floating dtype that `device` has: float64, on Apple's GPUs float32."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
-
-
-def _phase_step(exact: Tensor) -> Tensor:
-    """Return radians in units of 2^-64 of a turn, modulo a turn: int64, which overflows after exactly one turn."""
-    turns = exact / (2 * math.pi)
-    return ((turns - turns.round()) * 2.0**64).long()
 
 
 _RADIANS = 2 * math.pi * 2.0**-64

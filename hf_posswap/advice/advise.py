@@ -254,7 +254,9 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
     reasons = best_of_others(options)
     unknown = () if reasons else (f"models of its kind ({case.report.native}) were not measured beyond a window",)
     if case.kind in ("learned", "rope"):
-        commands = (compare_command(case, [f"+{name}" for name in _tried(case)]), *commands)
+        yarn = f"+yarn:factor={case.factor}"
+        untrained = ("+alibi", "+rope:partial=0.5") if case.kind == "learned" else (yarn, "+self_extend")
+        commands = (compare_command(case, untrained), *commands)
     else:
         commands = (line("explain", case.name), *commands)
     reading = (
@@ -262,11 +264,6 @@ def _no_swap(case: Case, options: list[Option]) -> Option:
     )
     title = f"no swap: {reading.format(case.window)}"
     return Option(title, standing="level", reasons=reasons, unknown=unknown, commands=commands, **shared)
-
-
-def _tried(case: Case) -> tuple[str, ...]:
-    """Return the schemes to compare with the sliding window without training."""
-    return ("alibi", "rope:partial=0.5") if case.kind == "learned" else (f"yarn:factor={case.factor}", "self_extend")
 
 
 def by_config(case: Case, option: Option) -> tuple[str, tuple[str, ...]]:

@@ -70,7 +70,11 @@ def trained_commands(case: Case, candidate: Candidate, serving: Serving | None) 
     assert candidate.recipe is not None
     settings = recipe_settings(case, candidate)
     recipe, out = load_recipe(candidate.recipe, settings), candidate.recipe
-    planned = [] if candidate.plan else [line("explain", case.name, *_planned(case, candidate))]
+    planned: list[str] = []
+    if not candidate.plan:
+        scheme = candidate.scheme(case)
+        length = () if "factor=" in scheme else ("--max-length", str(case.length))
+        planned = [line("explain", case.name, scheme, *length)]
     return (
         *planned,
         train_line(candidate.recipe, [*settings, f"out={out}"]),
@@ -80,16 +84,13 @@ def trained_commands(case: Case, candidate: Candidate, serving: Serving | None) 
     )
 
 
-def _planned(case: Case, candidate: Candidate) -> tuple[str, ...]:
-    scheme = candidate.scheme(case)
-    return (scheme,) if "factor=" in scheme else (scheme, "--max-length", str(case.length))
-
-
 def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     """Return KEY=VALUE for the recipe of `candidate`: the model, the length, and as many steps as the budget allows."""
     assert candidate.recipe is not None
     settings = [f"model.name={case.name}", _SOURCE, *candidate.swap(case)]
-    settings.append(f"data.length={training_length(case, candidate)}")
+    # one training window is the recipe's number of windows, at most the target length
+    most = case.length if candidate.windows is None else min(case.length, candidate.windows * case.window)
+    settings.append(f"data.length={max(_CUT, most // _CUT * _CUT)}")
     recipe = load_recipe(candidate.recipe, settings)
     if recipe.swap.fit and not can_be_fitted(case):
         settings.append("swap.fit=0")
@@ -99,12 +100,6 @@ def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     warmup = min(int(recipe.training.warmup_steps), max(1, round(_WARMUP * steps)))
     more = {"gradient_accumulation_steps": accumulation, "max_steps": steps, "warmup_steps": warmup}
     return [*settings, *(f"training.{k}={v}" for k, v in more.items() if v != getattr(recipe.training, k))]
-
-
-def training_length(case: Case, candidate: Candidate) -> int:
-    """Return the tokens of one training window: the recipe's number of windows, at most the target length."""
-    most = case.length if candidate.windows is None else min(case.length, candidate.windows * case.window)
-    return max(_CUT, most // _CUT * _CUT)
 
 
 def trained_tokens(recipe: Recipe) -> int:

@@ -8,7 +8,6 @@ whether it holds for another model, text or budget is open.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -153,14 +152,11 @@ def figures_of(
         >>> [figure.windows for figure in figures_of("learned-to-rope", "sliding window", trained=True)][0]
         8
     """
-    return sorted(_matching(subject, against, kind, trained), key=lambda figure: -figure.windows)
-
-
-def _matching(subject: str, against: str | None, kind: str | None, trained: bool | None) -> Iterator[Figure]:
-    for figure in load_figures():
-        same = figure.subject == subject and against in (None, figure.against) and kind in (None, figure.base.kind)
-        if same and trained in (None, figure.tokens > 0):
-            yield figure
+    figures = [figure for figure in load_figures() if figure.subject == subject and against in (None, figure.against)]
+    figures = [
+        figure for figure in figures if kind in (None, figure.base.kind) and trained in (None, figure.tokens > 0)
+    ]
+    return sorted(figures, key=lambda figure: -figure.windows)
 
 
 @dataclass(frozen=True)

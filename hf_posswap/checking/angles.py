@@ -155,7 +155,9 @@ def _of_config(each: RotarySet) -> Iterator[Finding]:
         return
     due = due.double()
     if angles.shape != due.shape or not any(_alike(angles, other) for other in _allowed(each, due)):
-        wanted = f"{_rope_text(each.rope)} (theta {_theta_text(due)})" if each.rope.values else "the config's"
+        theta = theta_of(due)
+        shown = "scaled" if theta is None else f"{theta:g}"
+        wanted = f"{_rope_text(each.rope)} (theta {shown})" if each.rope.values else "the config's"
         yield Finding(
             "error", each.where, f"the angles in force are {_described(angles)}, and the config says {wanted}. "
             "transformers computes them once, when the model is built: a later change of the config has no effect.",
@@ -261,11 +263,6 @@ def own_formula(each: RotarySet) -> str | None:
 def _described(angles: Tensor) -> str:
     theta = theta_of(angles)
     return f"those of plain RoPE with theta {theta:g}" if theta else "those of no plain RoPE"
-
-
-def _theta_text(angles: Tensor) -> str:
-    theta = theta_of(angles)
-    return "scaled" if theta is None else f"{theta:g}"
 
 
 def _rope_text(rope: RopeSettings) -> str:

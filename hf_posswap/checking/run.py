@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ def check(
     model: PreTrainedModel | str | Path,
     *,
     forward: bool | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
     **hub: object,
 ) -> CheckReport:
@@ -102,7 +102,7 @@ def check(
         return _of_live(inner, forward, tokenizer)
 
 
-def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: PreTrainedTokenizerBase) -> CheckReport:
+def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: PreTrainedTokenizerBase | None) -> CheckReport:
     """Return the report on a live model."""
     examined = _Examined(type(inner).__name__, is_live=True)
     coverage, config = examined.coverage, inner.config.to_dict()
@@ -123,14 +123,15 @@ def _of_live(inner: PreTrainedModel, forward: bool | None, tokenizer: PreTrained
     return examined.report()
 
 
+@dataclass(eq=False)
 class _Examined:
     """Findings, and what was and was not checked, as they come up."""
 
-    def __init__(self, source: str, *, is_live: bool) -> None:
-        self.source = source
-        self.findings: list[Finding] = []
-        self.coverage = Coverage()
-        self.is_live, self.is_swapped = is_live, False
+    source: str
+    is_live: bool = field(kw_only=True)
+    is_swapped: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
 
     def report(self) -> CheckReport:
         """Return the report, each finding once."""

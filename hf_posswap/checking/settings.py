@@ -235,7 +235,7 @@ def _lost_theta(where: str, value: float, thetas: Sequence[float | None], config
 
 
 def _lost_scaling(
-    where: str, setting: dict[str, Any], layers: tuple[RopeSettings, ...], config: PreTrainedConfig
+    where: str, setting: dict[str, object], layers: tuple[RopeSettings, ...], config: PreTrainedConfig
 ) -> Iterator[Finding]:
     """Yield a scaling on disk of which the loaded config has another type, or other values."""
     if any(isinstance(value, dict) for value in setting.values()):

@@ -53,7 +53,7 @@ class CardFacts:
     repo_id: str
     base: str | None = None
     license: str | None = None
-    recipe: dict[str, Any] | None = None
+    recipe: dict[str, object] | None = None
     results: Results = Results()
     pictures: str = "pictures"
 

@@ -52,9 +52,9 @@ class Chart:
 
     source: str
     config: dict[str, Any] | None
-    adapter: dict[str, Any] | None
+    adapter: dict[str, object] | None
     sidecar: dict[str, object] | None
-    tokenizer: dict[str, Any] | None
+    tokenizer: dict[str, object] | None
     shapes: Shapes | None
 
 

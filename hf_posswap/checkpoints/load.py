@@ -242,7 +242,7 @@ class AdapterSource:
     revision: str | None
     base_is_swapped: bool
     record: SwapRecord | None
-    training: dict[str, Any] | None = None
+    training: dict[str, object] | None = None
 
 
 @hub_reading

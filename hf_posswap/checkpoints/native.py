@@ -38,7 +38,7 @@ from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.schemes import Alibi
-from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.result_views import FactsView
 from hf_posswap.utils.threads import PROCESS
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ RUN_PLUGINS = ("transformers", "onnx", "torch", "sentence-transformers")
 
 
 @dataclass(frozen=True, repr=False)
-class Native(ResultView):
+class Native(FactsView):
     """A converted model.
 
     Attributes:
@@ -86,9 +86,6 @@ class Native(ResultView):
 
     def _repr_facts(self) -> dict[str, object]:
         return {"model": type(self.model).__name__, "target": self.target, "proof": str(self.proof)}
-
-    def _html_rows(self) -> list[tuple[str, str]]:
-        return [(name, str(value)) for name, value in self._repr_facts().items()]
 
 
 def to_native(model: PreTrainedModel, target: str | None = None) -> Any:

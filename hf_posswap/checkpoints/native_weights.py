@@ -110,8 +110,8 @@ class Blueprint:
         limit: its longest input in tokens; None: no limit.
     """
 
-    model_class: Any
-    config: Any
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
     weights: Weights
     limit: int | None = None
 
@@ -192,7 +192,7 @@ def transformer_weights_of(model: PreTrainedModel) -> TransformerWeights:
     return take(model, model.state_dict(), base)
 
 
-def _shape(config: PreTrainedConfig, **more: object) -> dict[str, Any]:
+def _shape(config: PreTrainedConfig, **more: object) -> dict[str, object]:
     shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings", *_TOKENS)
     return {name: getattr(config, name) for name in shared} | {"dtype": config.dtype} | more
 

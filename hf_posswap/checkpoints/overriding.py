@@ -169,7 +169,7 @@ class Overrides(ResultView):
     scheme: str
     max_length: int
     text: str
-    values: dict[str, Any]
+    values: dict[str, object]
     verdict: str
     why: str
     versions: str

@@ -51,7 +51,7 @@ class ConfigSwap:
     scheme: str
     max_length: int | None
     model_class: str
-    config: Any
+    config: PreTrainedConfig
     part: str
     values: dict[str, Any]
     plan: SwapPlan
@@ -123,7 +123,7 @@ class Pasted:
     """
 
     text: str
-    values: dict[str, Any]
+    values: dict[str, object]
     verdict: str
     why: str
     also: dict[str, str] = field(default_factory=dict)
@@ -248,7 +248,7 @@ def check_applied(
     return applied
 
 
-def _difference(wanted: Any, actual: Any) -> str | None:
+def _difference(wanted: Any, actual: object) -> str | None:
     """Return how rope parameters differ from the wanted ones, keys that their type does not read aside; None: alike."""
     if not isinstance(actual, dict):
         return f"rope_parameters would be {actual!r}"

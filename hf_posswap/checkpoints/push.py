@@ -210,7 +210,7 @@ class _Given:
 
     base_model: str | None
     license: str | None
-    recipe: dict[str, Any] | None
+    recipe: dict[str, object] | None
     results: Results | None
 
 

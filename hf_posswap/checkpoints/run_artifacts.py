@@ -206,7 +206,7 @@ class RunArtifacts:
     """
 
     base: str | None = None
-    recipe: dict[str, Any] | None = None
+    recipe: dict[str, object] | None = None
     results: Results = field(default_factory=Results)
     sources: dict[str, str] = field(default_factory=dict)
 

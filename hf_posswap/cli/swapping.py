@@ -29,6 +29,8 @@ from hf_posswap.errors import OptionError, UnsupportedSwapError
 from hf_posswap.utils.auto_classes import TRUST
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hf_posswap import SwapPlan
     from hf_posswap.schemes.base import Scheme
 
@@ -231,7 +233,7 @@ def _how_to_load(plan: SwapPlan) -> str:
 def write_explanation(
     model: str | None,
     scheme: str | None,
-    how: dict[str, Any],
+    how: Mapping[str, object],
     out: Path | None,
     *,
     json: bool,

@@ -90,8 +90,8 @@ class Candidate:
                 f"a model of a comparison is a transformers model, a folder or a Hub id, got {brief_repr(self.source)}."
                 " A field of a scheme that is named like an argument goes into its name: 'kerple:seed=1'."
             )
-        if is_sentence_model(self.source):
-            source: Any = self.source
+        source = self.source
+        if not isinstance(source, str | Path) and is_sentence_model(source):
             inner_path = next(path for path, module in source.named_modules() if module is unwrap(source))
             raise OptionError(
                 f"a comparison pools vectors by the mean, whatever the pooling of this {type(source).__name__}: give "
@@ -161,7 +161,7 @@ class ModelLoader:
         trust_remote_code: run code that comes with a folder or Hub id if loading needs it.
     """
 
-    loaded: dict[Any, Any]
+    loaded: dict[str | int, PreTrainedModel]
     device: torch.device | str | None = None
     dtype: torch.dtype | str | None = None
     trust_remote_code: bool = False

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, make_subject
-from hf_posswap.comparison.documents import EvalDocuments, read_documents
+from hf_posswap.comparison.documents import read_documents
 from hf_posswap.comparison.measures import MEASURES, why_no_needles
 from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.results import collect_results
@@ -77,8 +77,13 @@ def prepare(
         check_token_ids(subject.model, text.tokens)
     base = next(subject for subject in subjects if subject.name == reference)
     window = min(subjects[0].reach.window or lengths[0], lengths[-1])
-    shared = (tokenizer, text, lengths, window, settings, store)
-    return [_work(subject, None if subject is base else base, *shared) for subject in subjects], lengths
+    works = []
+    for subject in subjects:
+        limit, other = subject.reach.limit, None if subject is base else base
+        runnable = tuple(n for n in lengths if limit is None or n <= limit)
+        metrics = settings.metrics_for((other or subject).reach.causal)
+        works.append(Work(subject, other, tokenizer, text, runnable, window, metrics, settings, store))
+    return works, lengths
 
 
 def _multiples(candidate: Candidate, loader: ModelLoader) -> tuple[int, ...]:
@@ -122,22 +127,6 @@ def _runnable(subjects: list[Subject], lengths: tuple[int, ...], *, are_requeste
             f"{', '.join(unable)} cannot run even {runnable[0]} tokens: measure a shorter length too."
         )
     return runnable
-
-
-def _work(
-    subject: Subject,
-    base: Subject | None,
-    tokenizer: PreTrainedTokenizerBase,
-    text: EvalDocuments,
-    lengths: tuple[int, ...],
-    window: int,
-    settings: EvalSettings,
-    store: RunStore,
-) -> Work:
-    limit = subject.reach.limit
-    runnable = tuple(n for n in lengths if limit is None or n <= limit)
-    metrics = settings.metrics_for((base or subject).reach.causal)
-    return Work(subject, base, tokenizer, text, runnable, window, metrics, settings, store)
 
 
 def against_base(base: Work, other: Work) -> dict[str, object]:

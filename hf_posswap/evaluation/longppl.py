@@ -20,14 +20,14 @@ from hf_posswap.errors import DataError
 from hf_posswap.evaluation.losses import sliding_windows, window_losses
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.utils.atomic_io import read_json, write_json
-from hf_posswap.utils.result_views import ResultView
+from hf_posswap.utils.result_views import FactsView
 
 SPANS_VERSION = 1
 _FIELDS = {"version", "evaluator", "short", "stride", "gain", "limit", "documents", "spans"}
 
 
 @dataclass(frozen=True, repr=False)
-class KeySpans(ResultView):
+class KeySpans(FactsView):
     """The key tokens of some documents.
 
     Attributes:
@@ -52,9 +52,6 @@ class KeySpans(ResultView):
         count = sum(map(len, self.spans))
         names = ("evaluator", "short", "stride", "gain", "limit")
         return {name: getattr(self, name) for name in names} | {"documents": len(self.documents), "spans": count}
-
-    def _html_rows(self) -> list[tuple[str, str]]:
-        return [(name, str(value)) for name, value in self._repr_facts().items()]
 
     def masks(self, documents: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return for each document a mask of its key tokens without the first token, bool [L - 1].

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -269,8 +269,9 @@ class Scorer:
     def _head_is_known(self) -> bool:
         if self.model.base_model is self.model:
             return False
-        embeddings: Any = self.model.get_input_embeddings()
-        ids = torch.arange(4, device=self.model.device)[None] % embeddings.weight.shape[0]
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        ids = torch.arange(4, device=self.model.device)[None] % weight.shape[0]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         expected = self.model(**inputs).logits.float()
         computed = self._head(self.model.base_model(**inputs).last_hidden_state)

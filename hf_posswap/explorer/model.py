@@ -89,13 +89,15 @@ def model_facts(
     explanation = explain(model, scheme, trust_remote_code=trust_remote_code, **(how if scheme is not None else {}))
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
     is_planned = explanation.plan is not None and explanation.report.swapped is None
-    swapped = _swapped(skeleton, scheme, how) if is_planned else skeleton
+    swapped = skeleton if scheme is None or not is_planned else _swapped(skeleton, scheme, how)
     length = explanation.report.limit if explanation.plan is None else explanation.plan.max_length
     scheme_text = written or (scheme.name if scheme is not None else None)
     case = Case(name, skeleton, explanation.report, "other", int(skeleton.num_parameters()), length, 0, None)
     window = explanation.report.geometry.original_length
     lengths = [window * 2**k for k in range(_DOUBLINGS) if window * 2**k < length]
-    serving = _serving(case, scheme, how) if explanation.report.swapped is None and explanation.refusal is None else ()
+    targets = TARGETS if explanation.report.swapped is None and explanation.refusal is None else ()
+    verdicts = (serving_of(case, scheme, target=target, how=how) for target in targets)
+    serving = tuple(verdict for verdict in verdicts if verdict is not None)
     return ModelFacts(
         name,
         explanation,
@@ -106,7 +108,7 @@ def model_facts(
     )
 
 
-def _swapped(skeleton: PreTrainedModel, scheme: Any, how: dict[str, Any]) -> PreTrainedModel:
+def _swapped(skeleton: PreTrainedModel, scheme: Scheme, how: dict[str, Any]) -> PreTrainedModel:
     """Return the swapped model without weights, or the unswapped one if the swap needs the weights' values."""
     try:
         return patch_model(on_meta(copy.deepcopy(skeleton.config)), scheme, **how)
@@ -118,11 +120,6 @@ def _cost(model: PreTrainedModel, length: int) -> LengthCost:
     whole = forward_need(model, length)
     cache = forward_need(model, length, prefill=min(_PREFILL, length - 1)).cache if length > 1 else 0
     return LengthCost(length, cache, whole.total, forward_operations(model, length))
-
-
-def _serving(case: Case, scheme: Scheme | None, how: dict[str, object]) -> tuple[Serving, ...]:
-    verdicts = (serving_of(case, scheme, target=target, how=how) for target in TARGETS)
-    return tuple(verdict for verdict in verdicts if verdict is not None)
 
 
 def _commands(case: Case, typed: str | None, how: dict[str, object], serving: tuple[Serving, ...]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from hf_posswap.families.base import (
     TableSpec,
     register,
 )
-from hf_posswap.families.interfaces.base import fitting
+from hf_posswap.families.interfaces.base import fitting, interface
 from hf_posswap.families.rotary import rotary_modules
 
 if TYPE_CHECKING:
@@ -54,36 +54,6 @@ register(
         attention="layers.*.self_attn",
     )
 )
-
-
-def _gpt_neo(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.gpt_neo import GPTNeoInterface
-
-    return fitting(module, GPTNeoInterface)
-
-
-def _openai(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.openai import OpenAIGPTInterface
-
-    return fitting(module, OpenAIGPTInterface)
-
-
-def _xglm(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.bart_like import XGLMInterface
-
-    return fitting(module, XGLMInterface)
-
-
-def _mpt(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.mpt import MptInterface
-
-    return fitting(module, MptInterface)
-
-
-def _falcon(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.falcon import FalconInterface
-
-    return fitting(module, FalconInterface)
 
 
 def _rotary_inside(module: nn.Module) -> type | str:
@@ -142,7 +112,7 @@ register(
                 "",
                 "h.*.attn.attention",
                 table=TableSpec("wpe"),
-                traits=AttentionTraits(_gpt_neo, ends=True),
+                traits=AttentionTraits(interface("gpt_neo", "GPTNeoInterface"), ends=True),
             ),
         ),
     )
@@ -157,7 +127,7 @@ register(
                 "",
                 "h.*.attn",
                 table=TableSpec("positions_embed", buffers=("position_ids",)),
-                traits=AttentionTraits(_openai, ends=True),
+                traits=AttentionTraits(interface("openai", "OpenAIGPTInterface"), ends=True),
             ),
         ),
     )
@@ -172,7 +142,7 @@ register(
                 "",
                 "layers.*.self_attn",
                 table=TableSpec("embed_positions", offset=2, kind="sinusoidal", computed=True),
-                traits=AttentionTraits(_xglm),
+                traits=AttentionTraits(interface("bart_like", "XGLMInterface")),
             ),
         ),
     )
@@ -232,7 +202,7 @@ register(
                 "",
                 "blocks.*.attn",
                 traits=AttentionTraits(
-                    _mpt,
+                    interface("mpt", "MptInterface"),
                     positions=_alibi,
                     scheme="alibi",
                     length_name="max_seq_len",
@@ -256,7 +226,7 @@ register(
                 "",
                 "h.*.self_attention",
                 traits=AttentionTraits(
-                    _falcon,
+                    interface("falcon", "FalconInterface"),
                     positions=_scaled_alibi,
                     scheme="alibi",
                     switch=("", "use_alibi"),

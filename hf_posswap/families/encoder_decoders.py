@@ -13,28 +13,10 @@ from torch import nn
 from hf_posswap.compat.transformers_attention import attends_by_interface
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, StackSpec, TableSpec, register
 from hf_posswap.families.encoders import sees_blocks
-from hf_posswap.families.interfaces.base import fitting
+from hf_posswap.families.interfaces.base import fitting, interface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-def _mvp(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.bart_like import MvpInterface
-
-    return fitting(module, MvpInterface)
-
-
-def _trocr(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.bart_like import TrOCRInterface
-
-    return fitting(module, TrOCRInterface)
-
-
-def _bigbird_pegasus(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.bert_like import BigBirdPegasusInterface
-
-    return fitting(module, BigBirdPegasusInterface)
 
 
 def _prompts(config: PreTrainedConfig) -> str | None:
@@ -89,7 +71,7 @@ register(
         stacks=tuple(
             replace(
                 stack,
-                traits=AttentionTraits(_mvp, closed=_prompts),
+                traits=AttentionTraits(interface("bart_like", "MvpInterface"), closed=_prompts),
             )
             for stack in stacks(offset=2)
         ),
@@ -112,7 +94,7 @@ register(
             replace(
                 stacks()[0],
                 attention="encoder.layers.*.self_attn.self",
-                traits=AttentionTraits(_bigbird_pegasus, closed=sees_blocks),
+                traits=AttentionTraits(interface("bert_like", "BigBirdPegasusInterface"), closed=sees_blocks),
             ),
             *decoder_alone(),
         ),
@@ -154,7 +136,7 @@ register(
         stacks=(
             replace(
                 *decoder_alone(offset=2),
-                traits=AttentionTraits(_trocr),
+                traits=AttentionTraits(interface("bart_like", "TrOCRInterface")),
             ),
         ),
     )

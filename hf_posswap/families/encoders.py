@@ -5,55 +5,26 @@ The attention of many lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hf_posswap.compat.transformers_models import masks_the_future
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, RelativePart, StackSpec, TableSpec, register
-from hf_posswap.families.interfaces.base import fitting
+from hf_posswap.families.interfaces.base import interface
 from hf_posswap.families.modules import modeling_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_SEES_THE_FUTURE = "this release of transformers lets such decoders see future tokens: nothing can be put inside."
 _ATTENTION = "encoder.layer.*.attention.self"
 _TABLE = "embeddings.position_embeddings"
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _LEARNED = TableSpec(_TABLE, buffers=_BUFFERS)
 _PADDED = TableSpec(_TABLE, offset="padding", config_counts_offset=True, buffers=_BUFFERS)
-
-
-def _layoutlm(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.layoutlm import LayoutLMInterface
-
-    return fitting(module, LayoutLMInterface)
-
-
-def _convbert(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.convbert import ConvBertInterface
-
-    return fitting(module, ConvBertInterface)
-
-
-def _squeezebert(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.squeezebert import SqueezeBertInterface
-
-    return fitting(module, SqueezeBertInterface)
-
-
-def _mpnet(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.mpnet import MPNetInterface
-
-    return fitting(module, MPNetInterface)
-
-
-def _deberta(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.deberta import DebertaInterface, DebertaV2Interface
-
-    return fitting(module, DebertaInterface, DebertaV2Interface)
 
 
 def is_absolute_esm(config: PreTrainedConfig) -> bool:
@@ -81,7 +52,7 @@ register(
                 _ATTENTION,
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",)),
                 causal=False,
-                traits=AttentionTraits(_layoutlm),
+                traits=AttentionTraits(interface("layoutlm", "LayoutLMInterface")),
             ),
         ),
         kept=tuple(f"embeddings.{name}_position_embeddings" for name in "xyhw"),
@@ -147,20 +118,14 @@ def is_decoder(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "is_decoder", False))
 
 
-def _bert_like(module: nn.Module) -> type | str:
+def _masking(choose: Callable[[nn.Module], type | str], module: nn.Module) -> type | str:
+    """Return what `choose` does of attention that masks the future where it decodes; otherwise why nothing fits."""
     if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return _SEES_THE_FUTURE
-    from hf_posswap.families.interfaces.bert_like import BigBirdInterface, MegatronBertInterface, RemBertInterface
-
-    return fitting(module, BigBirdInterface, MegatronBertInterface, RemBertInterface)
+        return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
+    return choose(module)
 
 
-def _roformer(module: nn.Module) -> type | str:
-    if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return _SEES_THE_FUTURE
-    from hf_posswap.families.interfaces.roformer import RoFormerInterface
-
-    return fitting(module, RoFormerInterface)
+_BERT_LIKE = partial(_masking, interface("bert_like", "BigBirdInterface", "MegatronBertInterface", "RemBertInterface"))
 
 
 def _attending_heads(config: PreTrainedConfig) -> tuple[int, int]:
@@ -189,7 +154,7 @@ register(
                 "",
                 _ATTENTION,
                 table=_LEARNED,
-                traits=AttentionTraits(_bert_like, causal=is_decoder),
+                traits=AttentionTraits(_BERT_LIKE, causal=is_decoder),
             ),
         ),
     )
@@ -205,7 +170,7 @@ register(
                 _ATTENTION,
                 table=_LEARNED,
                 traits=AttentionTraits(
-                    _convbert,
+                    interface("convbert", "ConvBertInterface"),
                     causal=is_decoder,
                     heads=_attending_heads,
                 ),
@@ -223,7 +188,7 @@ register(
                 "",
                 _ATTENTION,
                 table=_LEARNED,
-                traits=AttentionTraits(_bert_like, causal=is_decoder, closed=sees_blocks),
+                traits=AttentionTraits(_BERT_LIKE, causal=is_decoder, closed=sees_blocks),
             ),
         ),
     )
@@ -238,7 +203,7 @@ register(
                 "",
                 "encoder.layers.*.attention",
                 table=_LEARNED,
-                traits=AttentionTraits(_squeezebert, causal=is_decoder),
+                traits=AttentionTraits(interface("squeezebert", "SqueezeBertInterface"), causal=is_decoder),
             ),
         ),
     )
@@ -271,7 +236,7 @@ register(
                 ),
                 causal=False,
                 traits=AttentionTraits(
-                    _mpnet,
+                    interface("mpnet", "MPNetInterface"),
                     positions=_thirty_two_buckets,
                     scheme="t5",
                     made_from="encoder.relative_attention_bias",
@@ -293,7 +258,7 @@ register(
                 "",
                 _ATTENTION,
                 traits=AttentionTraits(
-                    _roformer,
+                    partial(_masking, interface("roformer", "RoFormerInterface")),
                     positions=_interleaved,
                     scheme="rope",
                     made_from="encoder.embed_positions",
@@ -334,7 +299,7 @@ register(
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",), absent=_has_no_table),
                 causal=False,
                 traits=AttentionTraits(
-                    _deberta,
+                    interface("deberta", "DebertaInterface", "DebertaV2Interface"),
                     closed=_talks,
                     relative=RelativePart(
                         config_name="relative_attention",

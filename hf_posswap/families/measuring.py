@@ -68,7 +68,11 @@ def geometry_of(
     rotation = {}
     if rotary:
         first, parameters = root.get_submodule(rotary[0]), _common(model, whole, turning)
-        rotation = _rotation(first, whole, turning[0]) | {
+        frequencies, factor = _own_angles(first, whole, turning[0])
+        rotation = {
+            "rotary_dim": 2 * getattr(first, buffer_name(turning[0])).shape[-1],
+            "frequencies": frequencies,
+            "attention_factor": factor,
             "base": float(parameters.get("rope_theta") or 10000.0),
             "layout": rotary_layout(root.get_submodule(attention[0])),
         }
@@ -117,13 +121,6 @@ def _extent(
     if length is None:
         raise UnsupportedModelError(f"{who(model)}: its config has no length ({TableSpec.config_name}).")
     return length, config.hidden_size
-
-
-def _rotation(rotary: nn.Module, config: PreTrainedConfig, rope_set: str) -> dict[str, Any]:
-    """Return the geometry fields of one set of frequencies of the native module `rotary`."""
-    frequencies, factor = _own_angles(rotary, config, rope_set)
-    width = 2 * getattr(rotary, buffer_name(rope_set)).shape[-1]
-    return {"rotary_dim": width, "frequencies": frequencies, "attention_factor": factor}
 
 
 def _common(model: PreTrainedModel, config: PreTrainedConfig, turning: tuple[str, ...]) -> dict[str, Any]:

@@ -213,11 +213,8 @@ def reaching(sets: tuple[str, ...]) -> tuple[str, ...]:
         >>> reaching(("sliding_attention",))
         ('sliding_attention',)
     """
-    return tuple(name for name in sets if not _is_windowed(name)) or sets
-
-
-def _is_windowed(rope_set: str) -> bool:
-    return "sliding" in rope_set or rope_set == "main"  # DeepSeek-V4's name for the rotation of its sliding layers
+    # "main" is DeepSeek-V4's name for the rotation of its sliding layers
+    return tuple(name for name in sets if "sliding" not in name and name != "main") or sets
 
 
 def parameters_of(config: PreTrainedConfig, rope_set: str) -> dict[str, Any]:

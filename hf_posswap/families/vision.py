@@ -5,18 +5,10 @@ In a model with two towers (CLIP, SigLIP) only the vision tower is swapped; the 
 
 from __future__ import annotations
 
-from torch import nn
-
 from hf_posswap.families.base import AttentionTraits, Family, ImageSpec, StackSpec, register
-from hf_posswap.families.interfaces.base import fitting
+from hf_posswap.families.interfaces.base import interface
 
 _TABLE, _PATCHES = "position_embeddings", "patch_embeddings.projection"
-
-
-def _siglip(module: nn.Module) -> type | str:
-    from hf_posswap.families.interfaces.siglip import SiglipInterface
-
-    return fitting(module, SiglipInterface)
 
 
 register(
@@ -94,7 +86,7 @@ register(
                 image=ImageSpec(
                     "position_embedding.weight", "patch_embedding", prefix=0, ids="position_ids", square_config=True
                 ),
-                traits=AttentionTraits(_siglip),
+                traits=AttentionTraits(interface("siglip", "SiglipInterface")),
             ),
         ),
     )

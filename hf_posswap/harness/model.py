@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +76,8 @@ def harness_model_class() -> type[HFLM]:
             if isinstance(tokenizer, str):
                 hub_options = hub if tokenizer == pretrained else {TRUST: trust_remote_code}
                 tokenizer = load_tokenizer(tokenizer, instead="give tokenizer=", **hub_options)
-            with _only_errors("lm_eval.models.huggingface"):  # it warns of models that it did not load itself
+            # it warns of models that it did not load itself
+            with quiet_logger("lm_eval.models.huggingface", logging.ERROR):
                 super().__init__(pretrained=model.to(device), tokenizer=tokenizer, **more)
 
         @property
@@ -88,12 +87,6 @@ def harness_model_class() -> type[HFLM]:
 
     register_model(NAME)(PosswapLM)
     return PosswapLM
-
-
-@contextmanager
-def _only_errors(name: str) -> Iterator[None]:
-    with quiet_logger(name, logging.ERROR):
-        yield
 
 
 def length_of(model: PreTrainedModel) -> int | None:

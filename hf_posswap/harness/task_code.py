@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,7 @@ def templates_without_code() -> Iterator[None]:
         sandboxed = SandboxedEnvironment(loader=free.loader, undefined=free.undefined, keep_trailing_newline=True)
         sandboxed.filters.update(free.filters)
         utils.env = sandboxed
-
-        def end() -> None:
-            utils.env = free
-
-        return end
+        return partial(setattr, utils, "env", free)
 
     try:
         with shared("lm_eval.utils.env", begin):  # for other threads too, which at most refuse such a template

@@ -57,7 +57,7 @@ class PosswapSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    scheme: str | dict[str, Any]
+    scheme: str | dict[str, object]
     max_length: PositiveInt | None = None
     fit: int = Field(default=0, ge=0)
     fit_text: str | None = None
@@ -66,7 +66,7 @@ class PosswapSettings(BaseModel):
 
     @field_validator("scheme")
     @classmethod
-    def _check_scheme(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _check_scheme(cls, value: str | dict[str, Any]) -> str | dict[str, object]:
         try:
             make_scheme(value)
         except PosswapError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,12 +18,14 @@ from hf_posswap.utils.threads import shared
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 INK = "#222222"
 FAINT = "#5c666f"
 """For captions: on white its contrast is 5.9, and 4.5 is required by WCAG AA."""
 COLOURS = tuple(style.colour for style in STYLES)
-_HASH_SALT, _SALT = "svg.hashsalt", "hf_posswap"  # for reproducible ids in SVG files
+_HASH_SALT: Final = "svg.hashsalt"
+_SALT = "hf_posswap"  # for reproducible ids in SVG files
 DASHES: dict[str, object] = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.5)), "dashdot": "-."}
 """The matplotlib line style of each of `hf_posswap.plotting.styles.STROKES`."""
 MARKERS = tuple(style.marker for style in STYLES)
@@ -77,10 +80,10 @@ def percent_axis(ax: Axes) -> None:
     """Add a right axis with the differences of y, in nats per token, as changes of perplexity in percent."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    def to_percent(nats: Any) -> np.ndarray:
+    def to_percent(nats: ArrayLike) -> np.ndarray:
         return 100 * np.expm1(nats)
 
-    def to_nats(percent: Any) -> np.ndarray:
+    def to_nats(percent: ArrayLike) -> np.ndarray:
         return np.log1p(np.maximum(percent, -99.999) / 100)
 
     right = ax.secondary_yaxis("right", functions=(to_percent, to_nats))
@@ -151,15 +154,11 @@ def _salted() -> Iterator[None]:
     """Let ids in SVG files follow from what is drawn. `rc_context` would reset what other threads set meanwhile."""
     import matplotlib
 
-    settings: Any = matplotlib.rcParams
+    settings = matplotlib.rcParams
 
     def begin() -> Callable[[], None]:
         before, settings[_HASH_SALT] = settings[_HASH_SALT], _SALT
-
-        def end() -> None:
-            settings[_HASH_SALT] = before
-
-        return end
+        return partial(settings.__setitem__, _HASH_SALT, before)
 
     with shared(_HASH_SALT, begin):
         yield

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
 from hf_posswap.geometry import Geometry
@@ -21,9 +21,6 @@ from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.result_views import MOST_LETTERS, brief
 from hf_posswap.utils.scheme_text import add_inherited_fields, respelled, scheme_and_fields, unknown_field
 from hf_posswap.utils.untrusted import refuse_deep
-
-if TYPE_CHECKING:
-    pass
 
 Kind = Literal["rotary", "bias", "table", "none", "mixed"]
 

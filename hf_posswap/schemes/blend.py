@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -163,10 +163,10 @@ class BlendMechanism(Mechanism):
             return stock_cos_sin(positions, self.angles().to(positions.device))
         return cos_sin(positions, self.angles().to(positions.device))
 
-    def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
+    def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
         return rotate(query, prepared, self.layout)
 
-    def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:
+    def rotate_key(self, key: Tensor, prepared: CosSin) -> Tensor:
         return rotate(key, prepared, self.layout)
 
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class ByQueryMechanism(RotaryMechanism):
     def prepare(self, positions: Tensor, length: Tensor) -> Any:
         return tuple(self._turn(bucket, positions) for bucket in range(self.keys_per_token))
 
-    def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
+    def rotate_query(self, query: Tensor, prepared: object) -> Tensor:
         return query  # each piece rotates it itself
 
     def rotate_key(self, key: Tensor, prepared: Any) -> Tensor:

@@ -11,8 +11,9 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 
 Function = Callable[..., Any]
+S = TypeVar("S", bound="_FunctionScheme")
 
 _SHAPE = ("heads", "head_dim", "original_length")
 _GIVEN = {
@@ -58,7 +60,7 @@ def rotation(
 
     Args:
         name: of the scheme, as in `patch_model(model, name)`.
-        summary: one line; None decorator the first line of the docstring.
+        summary: one line; None takes the first line of the docstring.
         source: link to the paper.
         training_free: whether a rotary model works with it untrained.
 
@@ -77,12 +79,8 @@ def rotation(
         tensor([1., 0., 0., 0.])
         >>> SCHEMES.remove("clipped_rope_example")
     """
-
-    def decorate(function: Function) -> type[RotaryScheme]:
-        traits = Traits(training_free=training_free, shardable=True)
-        return _scheme_class_of(name, function, FunctionRotation, SCHEMES, summary, source, traits)
-
-    return decorate
+    traits = Traits(training_free=training_free, shardable=True)
+    return partial(_scheme_class_of, name, FunctionRotation, SCHEMES, summary, source, traits)
 
 
 def bias(
@@ -96,7 +94,7 @@ def bias(
 
     Args:
         name: of the scheme.
-        summary: one line; None decorator the first line of the docstring.
+        summary: one line; None takes the first line of the docstring.
         source: link to the paper.
         relative: whether only the distance matters, as it does where the function keeps to its arguments.
 
@@ -115,11 +113,7 @@ def bias(
                 [-0., -0., -1.]])
         >>> SCHEMES.remove("window_bias_example")
     """
-
-    def decorate(function: Function) -> type[Scheme]:
-        return _scheme_class_of(name, function, FunctionBias, SCHEMES, summary, source, Traits(relative=relative))
-
-    return decorate
+    return partial(_scheme_class_of, name, FunctionBias, SCHEMES, summary, source, Traits(relative=relative))
 
 
 def query_scale(
@@ -133,7 +127,7 @@ def query_scale(
 
     Args:
         name: of the term.
-        summary: one line; None decorator the first line of the docstring.
+        summary: one line; None takes the first line of the docstring.
         source: link to the paper.
         causal_only: whether it is for models that see only the past.
 
@@ -152,12 +146,8 @@ def query_scale(
                  [1.0000, 1.0000, 1.6931]]])
         >>> TERMS.remove("log_scale_example")
     """
-
-    def decorate(function: Function) -> type[Scheme]:
-        traits = Traits(relative=False, causal_only=causal_only)
-        return _scheme_class_of(name, function, FunctionScale, TERMS, summary, source, traits)
-
-    return decorate
+    traits = Traits(relative=False, causal_only=causal_only)
+    return partial(_scheme_class_of, name, FunctionScale, TERMS, summary, source, traits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,13 +296,13 @@ def _head_numbers(heads: int, device: torch.device) -> Tensor:
 
 def _scheme_class_of(
     name: str,
-    function: Function,
-    base: type,
+    base: type[S],
     registry: Registry[type[Scheme]],
     summary: str | None,
     source: str,
     traits: Traits,
-) -> Any:
+    function: Function,
+) -> type[S]:
     """Return the scheme class of a function, registered."""
     if not inspect.isroutine(function) or inspect.isbuiltin(function):
         raise SchemeError(f"{name}: a scheme is made of a function that is written with def, got {function!r}.")
@@ -334,13 +324,14 @@ def _scheme_class_of(
     cls = dataclasses.make_dataclass(function.__name__, defaults, bases=(base,), namespace=namespace, frozen=True)
     cls.__qualname__ = function.__qualname__
     cls()  # the defaults are checked as any values
-    return registry.add(name, cls)
+    registry.add(name, cls)
+    return cls
 
 
 def _check_name(name: object, function: Function) -> None:
     """Refuse a name that commands could not write, or that is another scheme's in any spelling.
 
-    A function that is defined anew, in a cell of a notebook or by a reload of its module, decorator its own place.
+    A function that is defined anew, in a cell of a notebook or by a reload of its module, takes its own place.
 
     Raises:
         SchemeError: it could not be written.
@@ -371,7 +362,7 @@ def _is_redefinition(registered: type, function: Function) -> bool:
 
 
 def _parameters(
-    name: str, function: Function, base: type[FunctionBias]
+    name: str, function: Function, base: type[_FunctionScheme]
 ) -> tuple[tuple[str, ...], dict[str, tuple[object, object]]]:
     """Return the positional parameters of a function, and type and default of its keyword-only ones."""
     decorator, argument_names, fields = base.decorator, [], {}

@@ -91,7 +91,8 @@ class KerpleMechanism(DistanceMechanism):
         r1 = uniform(SMALLEST, first, (heads,), source)
         r2 = uniform(SMALLEST, second, (heads,), source)
         self.raw_r1 = parameter(_inverse_softplus(r1))
-        self.raw_r2 = parameter(_inverse_softplus(r2) if scheme.variant == "log" else _inverse_power(r2))
+        inverse_power = (r2 / HIGHEST_POWER).logit(eps=1e-3)
+        self.raw_r2 = parameter(_inverse_softplus(r2) if scheme.variant == "log" else inverse_power)
 
     def r1(self) -> Tensor:
         """Return the size of the penalty, [H], float32, > 0."""
@@ -114,10 +115,6 @@ class KerpleMechanism(DistanceMechanism):
 
 def _inverse_softplus(value: Tensor) -> Tensor:
     return value.expm1().log()
-
-
-def _inverse_power(value: Tensor) -> Tensor:
-    return (value / HIGHEST_POWER).logit(eps=1e-3)
 
 
 PAPER_THRESHOLD = 512.0
@@ -215,7 +212,7 @@ class FireMechanism(Mechanism):
         self.out_bias = parameter(uniform(-bound, bound, (heads,), source))
 
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        dtype = self._dtype
+        dtype = torch.promote_types(self.out_weight.dtype, torch.float32)  # float64 if the parameters are
         distance = distances(query_positions, key_positions).to(dtype)  # [B, Q, K]
         threshold = (self.multiplier.to(dtype) * self.threshold).abs()  # [1]
         reference = torch.maximum(query_positions.to(dtype), threshold)[:, :, None]  # [B, Q, 1]
@@ -267,11 +264,6 @@ class FireMechanism(Mechanism):
         hidden = (self.hidden_weight.to(dtype)[:, None] * share).add_(inner).relu_()  # [B, W, n]
         # matmul takes another path, with other rounding, for frozen weights
         return torch.einsum("hw,bwn->bhn", self.out_weight.to(dtype), hidden) + outer
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The dtype of the computation: float32, or float64 if the parameters are."""
-        return torch.promote_types(self.out_weight.dtype, torch.float32)
 
     def _psi(self, length: Tensor) -> Tensor:
         """Return ln(1 + |c length|)."""

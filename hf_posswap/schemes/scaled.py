@@ -326,9 +326,21 @@ def resonant(inv_freq: Tensor) -> Tensor:
     return 2 * torch.pi / wavelengths
 
 
+@dataclass(frozen=True)
+class _WholeTokens(RotaryScheme):
+    """Mixin of schemes whose wavelengths are whole tokens: a config holds them as a list of factors."""
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, training_free=False)
+
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
+        return self.native_list(geometry)
+
+
 @SCHEMES.register("resonance")
 @dataclass(frozen=True)
-class Resonance(RotaryScheme):
+class Resonance(_WholeTokens):
     """Resonance RoPE: theta'_i = 2 pi / round(2 pi / theta_i) with theta_i = base^(-2i/R).
 
     In every pair whose wavelength is below the training length, positions beyond that length then see only angles that
@@ -343,21 +355,14 @@ class Resonance(RotaryScheme):
     summary: ClassVar[str] = "Resonance RoPE: wavelengths rounded to whole tokens"
     source: ClassVar[str] = "https://arxiv.org/abs/2403.00071"
 
-    @property
-    def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, training_free=False)
-
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         plain = default_inv_freq(self.filled("base"), self.rotary_dim(geometry), torch.float64)
         return resonant(plain).to(dtype)
 
-    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
-        return self.native_list(geometry)
-
 
 @SCHEMES.register("resonance_yarn")
 @dataclass(frozen=True)
-class ResonanceYarn(Yarn):
+class ResonanceYarn(_WholeTokens, Yarn):
     """Resonance YaRN: YaRN, then its wavelengths rounded to whole tokens.
 
     Example:
@@ -369,12 +374,5 @@ class ResonanceYarn(Yarn):
     summary: ClassVar[str] = "Resonance YaRN: YaRN with wavelengths rounded to whole tokens"
     source: ClassVar[str] = "https://arxiv.org/abs/2403.00071"
 
-    @property
-    def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, training_free=False)
-
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
         return resonant(super().theta(geometry, length, torch.float64)).to(dtype)
-
-    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
-        return self.native_list(geometry)

@@ -113,23 +113,24 @@ def documents_digest(documents: np.ndarray) -> str:
     return hashlib.sha256(f"{documents.shape}".encode() + documents.astype("<i8").tobytes()).hexdigest()[:16]
 
 
+@dataclass(eq=False)
 class Evolution:
     """A search that resumes from `progress` and updates it.
 
     The random numbers of an iteration depend only on the seed and its index, so a resumed search ends with the same
     result as an uninterrupted one.
 
-    Args:
+    Attributes:
         space: the search space.
         settings: the sizes and the seed.
         progress: the current state.
         loss: measures a candidate.
     """
 
-    def __init__(
-        self, space: Space, settings: SearchSettings, progress: Progress, loss: Callable[[Candidate], float]
-    ) -> None:
-        self.space, self.settings, self.progress, self.loss = space, settings, progress, loss
+    space: Space
+    settings: SearchSettings
+    progress: Progress
+    loss: Callable[[Candidate], float]
 
     def start(self, seeds: Mapping[str, Candidate]) -> None:
         """Run iteration 0: measure the seeds and their mutations."""

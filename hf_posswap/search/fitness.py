@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -30,6 +31,7 @@ TokenRows = Tensor | np.ndarray | Sequence[Sequence[int] | np.ndarray | Tensor]
 _CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
 
 
+@dataclass(eq=False)
 class Interrupts:
     """Inside a `with` block, Ctrl-C is deferred to the next `check()`, or to the end of the block.
 
@@ -43,8 +45,8 @@ class Interrupts:
         False
     """
 
-    def __init__(self) -> None:
-        self.asked = self._is_installed = False
+    asked: bool = False
+    _is_installed: bool = field(default=False, init=False)
 
     def __enter__(self) -> Self:
         in_main_thread = threading.current_thread() is threading.main_thread()

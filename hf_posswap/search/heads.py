@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +51,9 @@ class Projection:
             current.copy_(new.flatten(0, 1))
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor]:
-        weight: Any = self.module.weight
-        bias: Any = self.module.bias
+        weight, bias = self.module.weight, self.module.bias
+        assert isinstance(weight, Tensor)
+        assert isinstance(bias, Tensor)
         rows = slice(self.first, self.first + self.heads * self.head_dim)
         return (weight.data.T if isinstance(self.module, Conv1D) else weight.data)[rows], bias.data[rows]
 

@@ -6,6 +6,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -67,17 +68,18 @@ RESTS_ON = {
 """The transformers code to suspect if a step gives wrong numbers without an error."""
 
 
+@dataclass(eq=False)
 class Trial:
     """One tiny model and its swap.
 
-    Args:
+    Attributes:
         kind: the kind of family.
     """
 
-    def __init__(self, kind: FamilyKind) -> None:
-        self.kind = kind
-        self.model: Any = None
-        self.before = self.after = torch.empty(0)
+    kind: FamilyKind
+    model: Any = field(default=None, init=False)
+    before: Tensor = field(default_factory=partial(torch.empty, 0), init=False)
+    after: Tensor = field(default_factory=partial(torch.empty, 0), init=False)
 
     def steps(self) -> dict[str, Callable[[], str]]:
         """Return the steps in order; each returns its outcome, or raises."""

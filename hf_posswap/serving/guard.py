@@ -21,6 +21,7 @@ from hf_posswap.testing.tiny import tiny_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from vllm.config import VllmConfig
 
 OLDEST, NEWEST = (0, 32), (0, 32)
 """Tested releases, (major, minor)."""
@@ -106,7 +107,7 @@ def install_guard() -> None:
     VllmConfig.try_verify_and_update_config = verify
 
 
-def refuse_unservable(vllm_config: Any, version: str) -> None:
+def refuse_unservable(vllm_config: VllmConfig, version: str) -> None:
     """Refuse a checkpoint that carries a swap and that vLLM would not compute as hf_posswap does.
 
     Args:
@@ -170,7 +171,7 @@ def rope_problem(positions: PositionConfig, length: int, *, is_own: bool) -> str
     )
 
 
-def _option_problem(vllm_config: Any, plan: SwapPlan) -> str | None:
+def _option_problem(vllm_config: VllmConfig, plan: SwapPlan) -> str | None:
     """Return which of vLLM's options is not for a checkpoint swapped by `plan`, or None."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model.architecture != architecture_of(stock_name(plan.model)):
@@ -184,7 +185,7 @@ def _option_problem(vllm_config: Any, plan: SwapPlan) -> str | None:
     return _own_attention_problem(vllm_config) if plan_needs_own_attention(plan) else None
 
 
-def _own_attention_problem(vllm_config: Any) -> str | None:
+def _own_attention_problem(vllm_config: VllmConfig) -> str | None:
     """Return which of vLLM's options is not for a checkpoint whose attention hf_posswap computes, or None."""
     cache, device = vllm_config.cache_config.cache_dtype, vllm_config.device_config.device_type
     if cache != "auto":

@@ -185,15 +185,15 @@ def transformers_model(model: PreTrainedModel) -> PreTrainedModel:
     return unwrap(model if original is None else original)
 
 
+@dataclass(eq=False)
 class FreezeRowsHook:
     """A gradient hook that zeroes the gradient of the first rows of a table.
 
-    Args:
+    Attributes:
         rows: how many.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    rows: int
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         masked = gradient.clone()

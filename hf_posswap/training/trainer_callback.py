@@ -44,6 +44,7 @@ from hf_posswap.training.trainer_proof import (
 from hf_posswap.utils.user_paths import without_folder
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -182,7 +183,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
+        model: nn.Module | None = None,
         train_dataloader: object = None,
         **kwargs: object,
     ) -> None:
@@ -192,6 +193,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self.verification = self.first_loss = self.record = self._watch = None
         self._step = state.global_step
         inside = model_inside(model)
+        assert model is not None
         plan = self._prove(inside)
         callbacks: Any = state.stateful_callbacks
         saved_states = callbacks.get(PosswapCallback.__name__) if state.global_step else None
@@ -270,7 +272,12 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
     ) -> None:
         """Check that the swap is still there; and, before the second step, that the first loss was seen."""
         self._check_intact(model_inside(model), state)
@@ -283,7 +290,12 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
     ) -> None:
         """Have the first loss logged, and update the record that the next save writes."""
         inside = model_inside(model)
@@ -331,7 +343,12 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
     ) -> None:
         """Check that the checkpoint which was just written names the swap."""
         inside = model_inside(model)
@@ -349,7 +366,12 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
     @_ends_watch
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
     ) -> None:
         """Check the swap once more, after the best checkpoint may have been loaded."""
         inside = model_inside(model)

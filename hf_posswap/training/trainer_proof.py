@@ -48,7 +48,7 @@ _INPUTS = ("input_ids", "inputs_embeds")
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
-def model_inside(model: nn.Module) -> PreTrainedModel:
+def model_inside(model: nn.Module | None) -> PreTrainedModel:
     """Return the transformers model inside `model`, which may be in DDP, torch.compile, DeepSpeed or PEFT.
 
     Raises:

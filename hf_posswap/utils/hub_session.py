@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache, wraps
@@ -157,6 +158,7 @@ def read_answer(response: _Response) -> _Response:
     return response
 
 
+@dataclass(eq=False)
 class Flow:
     """The bytes that a download has brought, and the time that was spent waiting for them; slower than a floor it ends.
 
@@ -169,8 +171,8 @@ class Flow:
         hf_posswap.utils.hub_session.BadAnswerError: sent less than 1024 bytes a second for 21 s
     """
 
-    def __init__(self) -> None:
-        self.size, self.waited = 0, 0.0
+    size: int = 0
+    waited: float = 0.0
 
     def add(self, size: int, waited: float) -> None:
         """Count a piece of `size` bytes that came after `waited` seconds."""

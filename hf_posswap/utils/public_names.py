@@ -86,6 +86,11 @@ def after_import(name: str, ready: str, action: Action) -> None:
         sys.meta_path.insert(0, _After(name, action))
 
 
+def call_late(home: str, name: str, *arguments: object) -> None:
+    """Call the function `name` of the module `home`, which is imported only now."""
+    getattr(importlib.import_module(home), name)(*arguments)
+
+
 class _After(MetaPathFinder):
     """Lets the other finders find one module, and acts when it has been executed."""
 

@@ -41,6 +41,13 @@ class ResultView:
         return html_tables.together([html_tables.title(type(self).__name__), html_tables.table(rows)])
 
 
+class FactsView(ResultView):
+    """Mixin whose table shows the facts of its repr."""
+
+    def _html_rows(self) -> list[tuple[str, str]]:
+        return [(name, str(value)) for name, value in self._repr_facts().items()]
+
+
 def short_repr(result: object, facts: Mapping[str, object]) -> str:
     """Return the class of `result` with `facts` as keyword arguments, at most `MOST_LETTERS` characters.
 

@@ -29,12 +29,11 @@ def inner_model(model: nn.Module) -> Any:
     """
     from transformers import PreTrainedModel
 
-    def is_inner(module: nn.Module) -> bool:
-        return isinstance(module, PreTrainedModel) or hasattr(module, "peft_config") and hasattr(module, "base_model")
-
     inner: dict[str, nn.Module] = {}
     for path, module in model.named_modules():  # an outer module comes before those inside it
-        if path and is_inner(module) and not any(path.startswith(f"{outer}.") for outer in inner):
+        is_adapted = hasattr(module, "peft_config") and hasattr(module, "base_model")
+        is_inside = not path or any(path.startswith(f"{outer}.") for outer in inner)
+        if (is_adapted or isinstance(module, PreTrainedModel)) and not is_inside:
             inner[path] = module
     if len(inner) == 1:
         return next(iter(inner.values()))

@@ -88,7 +88,7 @@ def write_graph(
         if os.path.lexists(new_file):
             raise CheckpointError(f"{new_file} already exists: give a new file name.")
     dtype: dict[str, Any] = {"dtype": torch.float32} if suffix == ".onnx" else {}
-    model: Any = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
+    model: PreTrainedModel = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
     signature = signature_of(model)
     width = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     check_room(out, width)

@@ -58,7 +58,7 @@ class PositionConfig:
     length: int
     original: int | None
     scheme: str | None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     rotates: tuple[bool, ...] = ()
     window: int | None = None
     unpaged: str | None = None

@@ -147,8 +147,8 @@ class Spelling:
         config: values to set in the config itself; None removes one.
     """
 
-    rope: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, object] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_posswap.checkpoints.exports.gguf_contents import MAKERS, divisors, gguf_metadata, rotated
 from hf_posswap.checkpoints.exports.gguf_file import DTYPES, write_gguf
@@ -58,9 +58,9 @@ class Export(ResultView):
     why: str
     engine: str
     command: str
-    config: dict[str, Any]
-    changes: dict[str, tuple[Any, Any]]
-    gguf: dict[str, Any]
+    config: dict[str, object]
+    changes: dict[str, tuple[object, object]]
+    gguf: dict[str, object]
     folder: Path | None
     notes: dict[str, str]
 

@@ -20,7 +20,7 @@ from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import FOLLOW_LENGTH, buffer_name, parameters_of
-from hf_posswap.patching.sites.rotary.modules import rebuilt
+from hf_posswap.patching.sites.rotary.modules import AroundNative, rebuilt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -139,7 +139,7 @@ def signature_of(model: PreTrainedModel) -> Signature:
     return Signature(signature.inputs, outputs[:1] if outputs[0] == "logits" else outputs, signature.counts)
 
 
-class RotaryByLength(nn.Module):
+class RotaryByLength(AroundNative):
     """A stock rotary module that recomputes its frequencies in each call, from the largest position.
 
     Args:
@@ -167,12 +167,6 @@ class RotaryByLength(nn.Module):
             for name, length in (("short", 1), ("long", original + 1)):
                 values = _frequencies(fresh.config, "longrope", rope_set, length)
                 self.register_buffer(f"{rope_set}_{name}", values, persistent=False)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # some models read attributes of their rotary module
-            return getattr(super().__getattr__("native"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Any:
         """Return the native module's output with these frequencies.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -192,7 +193,7 @@ class CausalIfDecoder(ThroughInterface):
 
 
 def eager_attention_forward(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,6 +263,16 @@ def indices(hidden: Tensor, cache: Cache | None, layer: int) -> tuple[Tensor, Te
         return query, query
     keys, offset = keys_of_call(cache, length, layer)
     return query + tokens_before(cache, layer), torch.arange(keys, device=hidden.device) + offset
+
+
+def interface(file: str, *names: str) -> Callable[[nn.Module], type | str]:
+    """Return the `interface` of `AttentionTraits` that chooses by `fitting` among classes of a file of this package."""
+    return functools.partial(_choose, file, names)
+
+
+def _choose(file: str, names: tuple[str, ...], module: nn.Module) -> type | str:
+    classes = importlib.import_module(f"{__package__}.{file}")  # only now: it imports the model code of transformers
+    return fitting(module, *(getattr(classes, name) for name in names))
 
 
 def fitting(module: nn.Module, *classes: type) -> type | str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from hf_posswap.families.interfaces.base import ThroughInterface
-
-if TYPE_CHECKING:
-    pass
 
 
 class BloomInterface(ThroughInterface, BloomAttention):

@@ -34,7 +34,10 @@ class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
         key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if self.attention_type == "local":
-            attention_mask = self._windowed(attention_mask, hidden_states, cache)
+            rows, columns = indices(hidden_states, cache, self.layer_id)
+            distance = rows[:, None] - columns[None, :]  # [Q, K]
+            seen = (distance >= 0) & (distance < self.config.window_size)
+            attention_mask = narrowed(attention_mask, seen, hidden_states.dtype)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_id)
         out, weights = self.attend(
@@ -42,8 +45,3 @@ class GPTNeoInterface(ThroughInterface, GPTNeoSelfAttention):
         )
         out = self.out_proj(out)
         return self.resid_dropout(out), weights
-
-    def _windowed(self, mask: Tensor | None, hidden: Tensor, cache: Cache) -> Tensor:
-        rows, columns = indices(hidden, cache, self.layer_id)
-        distance = rows[:, None] - columns[None, :]  # [Q, K]
-        return narrowed(mask, (distance >= 0) & (distance < self.config.window_size), hidden.dtype)

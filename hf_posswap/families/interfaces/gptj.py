@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.codegen.modeling_codegen import CodeGenAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_pos_emb
 
@@ -24,10 +24,10 @@ class _RotaryInside(ThroughInterface):
     """Base of both: their scores are in float32."""
 
     upcasts = True
-    embed_positions: Any
-    attn_dropout: Any
+    embed_positions: Tensor
+    attn_dropout: nn.Dropout
     rotary_dim: Any
-    head_dim: Any
+    head_dim: int
 
     def _rotated(self, query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k, [B, Q, H, D] each, the first R dimensions of a head rotated."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from hf_posswap.families.interfaces.base import ThroughInterface
 
-if TYPE_CHECKING:
-    pass
-
 
 class MptInterface(ThroughInterface, MptAttention):
     """MptAttention, through the AttentionInterface."""
 
-    softmax_scale: Any
+    softmax_scale: float
 
     def attention(
         self,

@@ -10,7 +10,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 from hf_posswap.families.interfaces.bert_like import BertLike
 
 if TYPE_CHECKING:
-    pass
+    from transformers import Cache
 
 
 class RoFormerInterface(BertLike, RoFormerSelfAttention):
@@ -22,7 +22,7 @@ class RoFormerInterface(BertLike, RoFormerSelfAttention):
         *,
         attention_mask: Tensor | None,
         sinusoidal_pos: Tensor | None,
-        cache: Any,
+        cache: Cache | None,
         encoder_hidden_states: None = None,
         output_attentions: bool = False,
         **kwargs: Any,

@@ -125,12 +125,6 @@ def _set_sequence_length(owner: Any, target: PreTrainedModel, length: int) -> No
         raise
 
 
-def _restore_sequence_length(owner: Any, before: int | None, swapped: int) -> None:
-    """Give the SentenceTransformer `owner` its `max_seq_length` from before the swap, unless it was set since."""
-    if owner.max_seq_length == swapped:
-        owner.max_seq_length = before
-
-
 def swap_plan(model: nn.Module) -> SwapPlan:
     """Return the current plan of the swap of `model`: printable, picklable, and JSON in its record.
 
@@ -230,7 +224,9 @@ def unpatch_model(model: M) -> M:
         _refuse_removed_layers(target, patch)
         _undo(target, patch, owner=model)
         if patch.sequence_lengths is not None and is_sentence_model(model):
-            _restore_sequence_length(model, *patch.sequence_lengths)
+            before, swapped = patch.sequence_lengths
+            if model.max_seq_length == swapped:  # it was not set since
+                model.max_seq_length = before
     return model
 
 

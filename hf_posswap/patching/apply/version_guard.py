@@ -396,7 +396,8 @@ class Proof:
             shapes = live.stack(name).geometry, sites.stack(name).geometry
             schemes[name] = make_scheme(_cut_scheme(scheme.to_dict(), *shapes))
         longest = record["max_length"]
-        if any(stack.table is not None or stack.buffers for stack in sites.stacks) or self._has_table:
+        has_table = any(scheme.table_part is not None for scheme in self.plan.schemes.values())
+        if has_table or any(stack.table is not None or stack.buffers for stack in sites.stacks):
             longest = min(longest, max(_LONGEST, sites.geometry.original_length + 64))
         arguments = self.plan.record.arguments | {"max_length": longest}
         with already_tried():
@@ -411,10 +412,6 @@ class Proof:
     @property
     def _is_one_text_stack(self) -> bool:
         return len(self.plan.sites.stacks) == 1 and self.plan.sites.main.inputs == "text"
-
-    @property
-    def _has_table(self) -> bool:
-        return any(scheme.table_part is not None for scheme in self.plan.schemes.values())
 
 
 def _of_replaced_layers(config: PreTrainedConfig, plan: SwapPlan) -> PreTrainedConfig:

@@ -238,7 +238,7 @@ class PlanDraft:
     """
 
     edits: list[Edit] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     added: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +152,7 @@ class OffloadAgain:
     """
 
     at: str
-    hook: Any
+    hook: object
     placeholders: dict[str, Tensor]
 
     def __call__(self, model: nn.Module) -> None:

@@ -98,12 +98,15 @@ def bounds_in(source: str | Path, config: PreTrainedConfig) -> Bounds:
         return Bounds()
 
 
+@dataclass(eq=False)
 class _Count:
     """The size so far of a model that is being built, checked against `bounds`."""
 
-    def __init__(self, bounds: Bounds, config: PreTrainedConfig) -> None:
-        self.bounds, self.config = bounds, config
-        self.modules = self.numbers = self.bytes = 0
+    bounds: Bounds
+    config: PreTrainedConfig
+    modules: int = 0
+    numbers: int = 0
+    bytes: int = 0
 
     def add_module(self) -> None:
         self.modules += 1

@@ -29,35 +29,35 @@ LENGTH_NAMES = (
 """Config values with the length of a model."""
 
 
-def plan_length_state(context: SwapContext, values: Mapping[str, object], planned: list[Edit]) -> PlanDraft:
+def plan_length_state(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     """Return the edits that make a model match a stock one of the new length, outside its tables.
 
     If a stock model of that length would have other weights besides the tables, no config can express the swap.
 
     Args:
-        context: of the model.
-        values: config values of the plan.
-        planned: edits so far.
+        contexts: of the stacks, the main one last.
+        draft: the plan so far.
 
     Raises:
         UnsupportedSwapError: a buffer follows the length in an unknown way.
     """
+    context = contexts[-1]
     model, sites = context.model, context.sites
-    lengths = {name: value for name, value in values.items() if name in LENGTH_NAMES}
+    lengths = {name: value for name, value in draft.values.items() if name in LENGTH_NAMES}
     if sites.rotary or all(getattr(model.config, name) == value for name, value in lengths.items()):
         return PlanDraft()
     fresh, as_it_was = _fresh(model, lengths), _fresh(model, {})
-    unread = {edit.path for edit in planned if isinstance(edit, AttendThroughInterface)}
-    stopped = {edit.path for edit in planned if isinstance(edit, StopRotation)}
-    draft = PlanDraft(edits=list(_masks(context, fresh, unread, stopped)))
+    unread = {edit.path for edit in draft.edits if isinstance(edit, AttendThroughInterface)}
+    stopped = {edit.path for edit in draft.edits if isinstance(edit, StopRotation)}
+    planned = PlanDraft(edits=list(_masks(context, fresh, unread, stopped)))
     paths = table_paths(sites)
     # not compared with the model itself, whose weights may be adapted by PEFT or quantised
     if _shapes(fresh, paths) != _shapes(as_it_was, paths):
-        draft.plugin = True
-        draft.notes.append("Stock transformers would change other weights with the length.")
-        return draft
+        planned.plugin = True
+        planned.notes.append("Stock transformers would change other weights with the length.")
+        return planned
     changed = settings_to_follow(model, as_it_was, fresh, (*paths, *stopped))
-    return draft + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
+    return planned + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
 
 
 def _fresh(model: PreTrainedModel, lengths: Mapping[str, object]) -> PreTrainedModel:

@@ -275,14 +275,6 @@ def _left_alone(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     return unswapped
 
 
-def _saved_tables(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
-    return plan_saved_tables(contexts[-1])
-
-
-def _length_state(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
-    return plan_length_state(contexts[-1], draft.values, draft.edits)
-
-
 def _config(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     """Plan the config values that change."""
     context, planned = contexts[-1], PlanDraft()
@@ -316,10 +308,6 @@ def _counts(context: SwapContext) -> bool:
     return context.scheme.table_part is not None or not context.scheme.acts_inside
 
 
-def _attention_choice(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
-    return plan_attn_implementation(contexts[-1], draft.edits)
-
-
 def _kept_in_memory(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     """Note the tables that are offloaded."""
     paths = offloaded_tables(contexts[-1].model, draft.edits)
@@ -328,11 +316,11 @@ def _kept_in_memory(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
 
 _PASSES: tuple[Callable[[list[SwapContext], PlanDraft], PlanDraft], ...] = (
     _left_alone,
-    _saved_tables,
-    _length_state,
+    plan_saved_tables,
+    plan_length_state,
     _config,
     _position_ids,
-    _attention_choice,
+    plan_attn_implementation,
     _kept_in_memory,
 )
 """The passes over the whole model after its stacks are planned: each takes the draft so far and adds to it."""

@@ -232,7 +232,8 @@ def take_swapped_class(model: nn.Module, attention: Iterable[str]) -> None:
     attention = tuple(attention)
     for inner in _inner_models(model):
         if any(path.startswith(f"{inner}.") for path in attention):
-            give_part_class(model.get_submodule(inner))
+            part: Any = model.get_submodule(inner)
+            give_class(part, swapped_part_class(type(part)))
     inner_models = _models_sharing_config(model)
     marked = {weight_to_mark(model, path) for path in attention}
     for prefix, inner in reversed(inner_models):  # the innermost first
@@ -247,7 +248,7 @@ def leave_swapped_class(model: nn.Module) -> None:
     """Restore the classes of a model, its base model and its submodules."""
     for path in _inner_models(model):
         if is_part(inner := model.get_submodule(path)):
-            leave_part_class(inner)
+            give_class(inner, native_class(type(inner)))
     for _, inner in _models_sharing_config(model):
         inner.__dict__.pop(MARKED, None)
         if inner.__class__ is not native_class(type(inner)):
@@ -417,17 +418,6 @@ class SwappedPart(LoadingHooks):
 def is_part(model: nn.Module) -> bool:
     """Return whether `model` is a submodel of a swapped model, without its own record."""
     return isinstance(model, SwappedPart)
-
-
-def give_part_class(module: nn.Module) -> None:
-    """Make a submodel of a swapped model an instance of its part class."""
-    cls: Any = type(module)
-    give_class(module, swapped_part_class(cls))
-
-
-def leave_part_class(module: nn.Module) -> None:
-    """Restore the class of a submodel of a swapped model."""
-    give_class(module, native_class(type(module)))
 
 
 @once

@@ -236,7 +236,7 @@ class SwapRecord(ResultView):
         (True, 'rope', 16)
     """
 
-    scheme: dict[str, Any]
+    scheme: dict[str, object]
     route: Literal["native", "plugin"]
     base_type: str
     max_length: int

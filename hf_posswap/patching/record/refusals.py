@@ -120,10 +120,11 @@ def weight_to_mark(model: nn.Module, attention: str) -> str:
     path = attention
     while path:
         path = path.rpartition(".")[0]
-        norms = [name for name, _, module in _weights(model, path) if _is_norm(module)]
+        norms = [name for name, _, module in _weights(model, path) if "norm" in type(module).__name__.lower()]
         if norms:
             return min(norms, key=lambda name: (not name.endswith("weight"), "encoder_attn" in name, name))
-    others = [(tensor.numel(), name) for name, tensor, module in _weights(model, "") if not _is_table(module)]
+    weights = _weights(model, "")
+    others = [(tensor.numel(), name) for name, tensor, module in weights if not isinstance(module, nn.Embedding)]
     if not others:
         raise UnsupportedSwapError(
             f"{type(model).__name__} has no weight that could be marked as swapped in its checkpoints, so stock "
@@ -169,11 +170,3 @@ def _weights(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor, nn.Modu
             if "posswap" in name.split(".") or any(word in name for word in _ADAPTERS):
                 continue
             yield name_without_adapter(name), tensor, module
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
-def _is_table(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)

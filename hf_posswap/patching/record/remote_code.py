@@ -148,8 +148,8 @@ def _bundle(schemes: list[str]) -> str:
             sources[module] = source
 
     add(_START)
-    for path in sorted((_PACKAGE / "families").glob("[a-z]*.py")):
-        add(f"families.{path.stem}")
+    for path in sorted((_PACKAGE / "families").rglob("[a-z]*.py")):  # with the interfaces, imported by their names
+        add(".".join(path.relative_to(_PACKAGE).with_suffix("").parts))
     for name in schemes:
         module = scheme_class(name).__module__
         if module.startswith("hf_posswap."):

@@ -135,12 +135,8 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(_TEXT.fullmatch(value))
 
 
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
-
-
 def _is_digest_or_none(value: object) -> bool:
-    return value is None or _is_digest(value)
+    return value is None or (isinstance(value, str) and bool(_DIGEST.fullmatch(value)))
 
 
 def _is_versions(value: object) -> bool:

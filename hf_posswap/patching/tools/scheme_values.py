@@ -52,15 +52,13 @@ def set_blend(model: nn.Module, weight: float) -> None:
         >>> swap_plan(finish_blend(model, max_length=64)).scheme.name
         'rope'
     """
-    target: Any = unwrap(model)
-    plan = _blend_plan(target)
-    blend: Any = plan.scheme
-    scheme = dataclasses.replace(blend, weight=weight)  # which checks it
+    target = unwrap(model)
+    plan, blends = _blend_plan(target)
+    moved = {name: dataclasses.replace(blend, weight=weight) for name, blend in blends.items()}  # which checks it
+    checked = [blend.weight for blend in moved.values()][-1]
     for edit in plan.edits:
-        _move(target, edit, scheme.weight)
-    blends: dict[str, Any] = dict(plan.schemes)
-    moved = {name: dataclasses.replace(blend_of_stack, weight=weight) for name, blend_of_stack in blends.items()}
-    _set_schemes(target, moved)
+        _move(target, edit, checked)
+    _set_schemes(target, dict(moved))
 
 
 @alone()  # for the whole function: between its two swaps there is no mechanism
@@ -86,8 +84,8 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         64
     """
     target = unwrap(model)
-    plan = _blend_plan(target)
-    scheme: Any = plan.scheme
+    plan, blends = _blend_plan(target)
+    scheme = list(blends.values())[-1]  # of the main stack
     if scheme.weight != 1.0:
         raise SchemeError(
             f"the blend is at weight {scheme.weight:g}: ending it now would change the outputs abruptly; "
@@ -97,12 +95,11 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     unpatch_model(model)
     try:
         length = max_length or (plan.max_length if scheme.old == "rotary" else None)
-        blends: dict[str, Any] = dict(plan.schemes)
         new = dataclasses.replace(plan, schemes={name: blend.new for name, blend in blends.items()}).choice
         patch_model(model, new, **plan.record.arguments | {"max_length": length})
     except BaseException:
         patch_model(model, plan.choice, **plan.record.arguments)
-        _fill(_new_tensors(target, _blend_plan(target)), learned)
+        _fill(_new_tensors(target, swap_plan(target)), learned)
         raise
     if learned:
         _fill(_new_tensors(target, swap_plan(target)), learned)
@@ -115,12 +112,14 @@ def _set_schemes(target: PreTrainedModel, schemes: dict[str, Scheme]) -> None:
     target.config.posswap = applied_swap(target).plan.record.to_dict()
 
 
-def _blend_plan(target: object) -> SwapPlan:
+def _blend_plan(target: object) -> tuple[SwapPlan, dict[str, Blend]]:
     patch = getattr(target, "_posswap", None)
-    if patch is None or not all(isinstance(scheme, Blend) for scheme in patch.plan.schemes.values()):
+    schemes: dict[str, Scheme] = {} if patch is None else patch.plan.schemes
+    blends = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Blend)}
+    if patch is None or len(blends) < len(schemes):
         carried = "no swap" if patch is None else patch.plan.named
         raise NotPatchedError(f"{type(target).__name__} carries {carried}: patch_model(model, Blend(...)) first.")
-    return patch.plan
+    return patch.plan, blends
 
 
 def _move(model: Any, edit: Edit, weight: float) -> None:
@@ -161,8 +160,7 @@ def logit_scale_of(model: PreTrainedModel) -> float:
     Raises:
         NotPatchedError: it carries no such swap.
     """
-    scheme: Any = _plan_with_scale(model).scheme
-    return scheme.logit_scale
+    return _plan_with_scale(model)[2]
 
 
 @alone(parameters=False)
@@ -188,9 +186,8 @@ def set_logit_scale(model: PreTrainedModel, logit_scale: float) -> None:
         >>> logit_scale_of(model), model.config.posswap["scheme"]["logit_scale"]
         (0.2, 0.2)
     """
-    target: Any = unwrap(model)
-    plan = _plan_with_scale(model)
-    old: Any = plan.scheme
+    target = unwrap(model)
+    plan, old, _ = _plan_with_scale(model)
     scheme = dataclasses.replace(old, logit_scale=logit_scale)  # which checks it
     name = list(plan.schemes)[-1]  # of the stack whose scheme the plan gives as its own
     for module in target.get_submodule(plan.sites.stack(name).entry).modules():
@@ -199,7 +196,7 @@ def set_logit_scale(model: PreTrainedModel, logit_scale: float) -> None:
     _set_schemes(target, {**plan.schemes, name: scheme})
 
 
-def _plan_with_scale(model: PreTrainedModel) -> SwapPlan:
+def _plan_with_scale(model: PreTrainedModel) -> tuple[SwapPlan, NoPE | RNoPE, float]:
     target = unwrap(model)
     patch = getattr(target, "_posswap", None)
     scheme = None if patch is None else patch.plan.scheme
@@ -209,4 +206,4 @@ def _plan_with_scale(model: PreTrainedModel) -> SwapPlan:
             f"{type(target).__name__} carries {carried}: it has no logit scale. Patch it with NoPE(logit_scale=0.0) or "
             "RNoPE(logit_scale=0.0), which is nope or rnope with a scale that can be set."
         )
-    return patch.plan
+    return patch.plan, scheme, scheme.logit_scale

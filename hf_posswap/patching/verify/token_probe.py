@@ -37,7 +37,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.sum import Native, Sum, SumMechanism, Together
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _UNTRAINED = "the scheme's bias is the same for all keys until it is trained"
 
@@ -128,7 +128,9 @@ def token_probe(model: PreTrainedModel, tokens: int, seed: int) -> TokenProbe:
     """Return an input of `tokens` tokens, or as many as `model` was made for, of the seed `seed`."""
     generator = torch.Generator().manual_seed(seed)
     sites = applied_swap(model).plan.sites
-    vocabulary_size = min(vocabulary for vocabulary in _vocabularies(model.config))
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    sizes = [getattr(config, name, None) for config in configs for name in ("vocab_size", "decoder_vocab_size")]
+    vocabulary_size = min(size for size in sizes if size)
     longest = min(stack.geometry.original_length for stack in sites.stacks)
     tokens = min(tokens, longest)
     low = min(5, vocabulary_size - 2)  # leave special tokens (padding above all) out of the input
@@ -145,12 +147,6 @@ def token_probe(model: PreTrainedModel, tokens: int, seed: int) -> TokenProbe:
         passed_on=_passing_on(model, sites.main) is not None,
         features=_features(model, generator),
     )
-
-
-def _vocabularies(config: PreTrainedConfig) -> list[int]:
-    configs = (config, config.get_text_config(decoder=True))
-    sizes = [getattr(each, name, None) for each in configs for name in ("vocab_size", "decoder_vocab_size")]
-    return [size for size in sizes if size]
 
 
 def _position_argument(model: PreTrainedModel, main: Stack) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from hf_posswap.plotting.styles import Style, stroke_of, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 WIDTH = 7.2
@@ -110,7 +111,7 @@ class Sheet:
             handlelength=2.8,
         )
 
-    def bar(self, image: Any, panels: Any, text: str) -> None:
+    def bar(self, image: ScalarMappable, panels: Axes | Sequence[Axes], text: str) -> None:
         """Draw the colour bar of `image`."""
         bar = self.figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02, aspect=25)
         bar.set_label(text, fontsize=8, color=self.colours["ink"])

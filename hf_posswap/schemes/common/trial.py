@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,12 +62,15 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
                 _Trial(scheme, mechanism, geometry).run()
 
 
+@dataclass(eq=False)
 class _Trial:
     """The trial of one mechanism: B = 2 rows of Q = 3 queries and K = 4 keys."""
 
-    def __init__(self, scheme: Scheme, mechanism: Mechanism, geometry: Geometry) -> None:
-        self.scheme, self.mechanism, self.geometry = scheme, mechanism, geometry
-        self.queries, self.keys = torch.tensor(_QUERIES), torch.tensor(_KEYS)
+    scheme: Scheme
+    mechanism: Mechanism
+    geometry: Geometry
+    queries: Tensor = field(default_factory=partial(torch.tensor, _QUERIES), init=False)
+    keys: Tensor = field(default_factory=partial(torch.tensor, _KEYS), init=False)
 
     def run(self) -> None:
         """Check every method that the mechanism's flags announce."""

@@ -9,6 +9,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +211,8 @@ def _family_cases(name: str) -> Iterator[Case]:
     try:
         models = tiny_models_of(name)
     except Exception as error:  # arbitrary code of another package
-        yield _failed(subject, name, "its model types have classes for language modelling that locate finds", error)
+        promise = "its model types have classes for language modelling that locate finds"
+        yield Case(subject, "its classes", f"{name}::classes", promise, partial(_raise, error))
         return
     MODELS.update(models)
     for model in models:
@@ -296,15 +298,9 @@ def _some_class_takes_it(subject: str, label: str, pairs: list[Pair]) -> Case:
     return Case(subject, "all classes", f"{label}::some_class_takes_it", promise, run)
 
 
-def _failed(subject: str, label: str, promise: str, error: Exception) -> Case:
-    def run(folder: Path) -> None:
-        raise error
-
-    return Case(subject, "its classes", f"{label}::classes", promise, run)
-
-
 def _skipped(subject: str, label: str, reason: str) -> Case:
-    def run(folder: Path) -> None:
-        raise SkippedPointError(reason)
+    return Case(subject, "", f"{label}::contract", "", partial(_raise, SkippedPointError(reason)))
 
-    return Case(subject, "", f"{label}::contract", "", run)
+
+def _raise(error: Exception, folder: Path) -> None:
+    raise error

@@ -17,7 +17,7 @@ from hf_posswap.training.distill import DistillSettings
 from hf_posswap.training.longce import LongCESettings
 from hf_posswap.training.trainable import TrainableSettings
 from hf_posswap.utils.gguf_source import gguf_path
-from hf_posswap.utils.result_views import ResultView, brief
+from hf_posswap.utils.result_views import FactsView, brief
 
 SchemeValue = str | Mapping[str, Any] | None
 SENTENCES = ("embedding", "contrastive")
@@ -165,7 +165,7 @@ class StageSettings:
 
 
 @dataclass(frozen=True, repr=False)
-class Recipe(ResultView):
+class Recipe(FactsView):
     """A complete training. A YAML file states only the differences from the files that it includes.
 
     Attributes:
@@ -204,9 +204,6 @@ class Recipe(ResultView):
         facts = {"name": self.name, "model": self.model.name, "scheme": swap, "max_length": self.swap.max_length}
         training = {"objective": self.objective.kind, "what": self.what, "max_steps": self.training.max_steps}
         return facts | training | {"stages": len(self.stages), "out": self.out}
-
-    def _html_rows(self) -> list[tuple[str, str]]:
-        return [(name, str(value)) for name, value in self._repr_facts().items()]
 
     @property
     def what(self) -> str:

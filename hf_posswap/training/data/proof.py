@@ -115,7 +115,7 @@ def _border(windows: TokenWindows) -> tuple[int, int] | None:
     return None
 
 
-def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, Any]:
+def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, object]:
     ids = batch["input_ids"].clone()
     old_token = ids[0, border - 1]
     others = ids[0][ids[0] != old_token]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.training.trainable import parameter_groups
 from hf_posswap.utils.atomic_io import scratch_folder
 from hf_posswap.utils.threads import PROCESS, ignored_warnings
-
-if TYPE_CHECKING:
-    pass
 
 _BATCHES = 2
 """Most batches run per step: those between the first and the last cost as much as the first."""
@@ -231,10 +228,7 @@ class Marks(TrainerCallback):
     ) -> None:
         self._batches[-1].append(self._since())
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._batches[-1].append(self._since())
+    on_pre_optimizer_step = on_substep_end
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

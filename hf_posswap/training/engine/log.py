@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,17 @@ _PARTS = 15  # the running mean covers one of this many parts of a curve
 _FIRST_COLOUR = 2  # blue: grey and black are for unswapped models
 
 
+@dataclass(eq=False)
 class RunLog:
     """Lines of JSON in one file.
 
-    Args:
+    Attributes:
         path: of the file.
         writes: whether this process writes.
     """
 
-    def __init__(self, path: Path, *, writes: bool = True) -> None:
-        self.path, self.writes = path, writes
+    path: Path
+    writes: bool = field(default=True, kw_only=True)
 
     def write(self, entry: dict[str, object]) -> None:
         """Add a line."""

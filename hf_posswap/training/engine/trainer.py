@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,17 @@ Groups = Callable[[Any], list[dict[str, Any]]]
 """From the model, wrapped or not, to the parameter groups of the optimizer."""
 
 
+@dataclass(eq=False)
 class LossExplosionCallback(TrainerCallback):
     """Stops a training whose loss explodes. It reads the log in the trainer state, which checkpoints save.
 
-    Args:
+    Attributes:
         settings: of the recipe.
         last_good: returns a sentence with the last good checkpoint.
     """
 
-    def __init__(self, settings: GateSettings, last_good: Callable[[], str]) -> None:
-        self.settings, self.last_good = settings, last_good
+    settings: GateSettings
+    last_good: Callable[[], str]
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -75,45 +77,39 @@ def explosion(losses: list[float], settings: GateSettings) -> str | None:
     return f"{losses[-1]:.2f}, {above:.2f} nats above the best mean of {window} ({best:.2f})"
 
 
+@dataclass(eq=False)
 class BlendScheduleCallback(TrainerCallback):
     """Advances a blend at the beginning of each step.
 
-    Args:
+    Attributes:
         model: with the blend.
         steps: until the new mechanism has the full weight.
     """
 
-    def __init__(self, model: nn.Module, steps: int) -> None:
-        self.model, self.steps = model, steps
+    model: nn.Module
+    steps: int
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        set_blend(self.model, blend_share(state.global_step, self.steps))
+        set_blend(self.model, min(1.0, (state.global_step + 1) / self.steps))
 
 
-def blend_share(step: int, steps: int) -> float:
-    """Return the share of the new mechanism at `step`, counted from 0, of a swap spread over `steps`.
-
-    Example:
-        >>> [blend_share(step, 4) for step in (0, 1, 3, 9)]
-        [0.25, 0.5, 1.0, 1.0]
-    """
-    return min(1.0, (step + 1) / steps)
-
-
+@dataclass(eq=False)
 class StopWhenRecovered(TrainerCallback):
     """Ends a stage once the loss on short text has recovered.
 
-    Args:
+    Attributes:
         stage: sets the tolerance and when to check.
         measure: returns the loss on short text.
         before: that of the unswapped model.
         log: records each check.
     """
 
-    def __init__(self, stage: StageSettings, measure: Callable[[], float], before: float, log: RunLog) -> None:
-        self.stage, self.measure, self.before, self.log = stage, measure, before, log
+    stage: StageSettings
+    measure: Callable[[], float]
+    before: float
+    log: RunLog
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

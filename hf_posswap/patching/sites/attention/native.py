@@ -427,15 +427,16 @@ class AllowAttnImplementation(AppliedAgain, TouchesNothing):
         return None if can_choose_attention(model) else "its attn_implementation cannot be set any more"
 
 
-def plan_attn_implementation(context: SwapContext, edits: list[Edit]) -> PlanDraft:
+def plan_attn_implementation(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     """Return the edit after which the attn_implementation of a model can be set; none where its class already can.
 
     Args:
-        context: of the model's main stack.
-        edits: that are planned so far.
+        contexts: of the stacks, the main one last.
+        draft: the plan so far.
     """
+    context = contexts[-1]
     model, sites = context.model, context.sites
-    given = any(isinstance(edit, AttendThroughInterface) for edit in edits)
+    given = any(isinstance(edit, AttendThroughInterface) for edit in draft.edits)
     if not given or len(sites.stacks) > 1 or getattr(model.config, "add_cross_attention", False):
         return PlanDraft()  # what attends across has the class that it had
     traits = sites.main.spec.traits

@@ -46,21 +46,16 @@ def plan_attention(context: SwapContext) -> PlanDraft:
     Raises:
         UnsupportedSwapError: it cannot be put inside: why, and what would work.
     """
-    if context.scheme.kind == "none" and zeros_suffice(context):
-        return _remove_rows(context, native=True)
-    draft, stack = PlanDraft(plugin=True), context.stack
+    draft, stack, scheme = PlanDraft(plugin=True), context.stack, context.scheme
+    if scheme.kind == "none" and not scheme.acts_inside and context.site == "auto":
+        if (stack.inside or {}).get("name") == "t5" and rows_of(context):
+            return _remove_rows(context, native=True)  # a bias of zero is none, so rows of zeros do in a stock model
     if context.scheme.acts_inside or stack.inside is not None:
         draft += PlanDraft(edits=interface_edits(context, native_positions=stack.inside is None))
     if context.scheme.acts_inside:
         draft += _mechanism(context)
     keeps_rows = context.scheme.table_part is None and stack.inside is None
     return draft if keeps_rows else draft + _remove_rows(context, native=False)
-
-
-def zeros_suffice(context: SwapContext) -> bool:
-    """Return whether a stock model with rows of zeros does what the scheme does: a bias of zero is none."""
-    biased = bool(rows_of(context)) and (context.stack.inside or {}).get("name") == "t5"
-    return biased and context.scheme.kind == "none" and not context.scheme.acts_inside and context.site == "auto"
 
 
 def plan_longer_masks(context: SwapContext, planned: list[Edit]) -> PlanDraft:

@@ -53,29 +53,31 @@ class GridRows:
         if self.scheme is None:
             patches = rows.new_zeros((grid[0] * grid[1], rows.shape[-1]))
         else:
-            patches = self._of_patches(rows[prefix:], grid, self.scheme)
+            patches, native = rows[prefix:], self.scheme.grid(self.geometry)
+            if grid != native:
+                patches = self.scheme.table(patches, native, grid, self.geometry).to(rows)
         return torch.cat((rows[:prefix], patches))[None].to(embeddings.dtype)
 
-    def _of_patches(self, rows: Tensor, grid: tuple[int, int], scheme: GridTable) -> Tensor:
-        native = scheme.grid(self.geometry)
-        return rows if grid == native else scheme.table(rows, native, grid, self.geometry).to(rows)
 
-
+@dataclass(eq=False)
 class RowsHook:
     """Pre-hook of the module that turns an image into tokens: requests the rows of the image's own grid.
 
-    Args:
+    Attributes:
         model_name: for messages.
         geometry: of the model.
         native: the image size in the model's config, which patches need not divide.
         square: whether the model's head assumes a square of patches.
     """
 
-    def __init__(self, model_name: str, geometry: Geometry, native: tuple[int, int], square: bool) -> None:
-        self.model_name, self.geometry, self.native, self.square = model_name, geometry, native, square
+    model_name: str
+    geometry: Geometry
+    native: tuple[int, int]
+    square: bool
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
-        self.check(_size(args, kwargs))
+        pixels: Any = args[0] if args else kwargs["pixel_values"]
+        self.check((pixels.shape[-2], pixels.shape[-1]))
         takes = inspect.signature(type(module).forward).parameters
         # a forward without this argument always requests the rows
         return args, {**kwargs, ROWS_METHOD: True} if ROWS_METHOD in takes else kwargs
@@ -100,11 +102,6 @@ class RowsHook:
                 f"{self.model_name} was given images of {rows} x {columns} patches, and its head needs as many rows as "
                 "columns: give square images."
             )
-
-
-def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    pixels = args[0] if args else kwargs["pixel_values"]
-    return pixels.shape[-2], pixels.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,19 +172,15 @@ class ReplacePatchTable(_PatchTableEdit):
     def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         old, rows = tensor_at(model, self.path), self.rows(model).detach()
         assert old is not None
-        count = self.geometry.prefix_tokens + _count(self.scheme.grid(self.geometry))
-        shape = (*old.shape[:-2], count, old.shape[-1])
+        geometry, grid = self.geometry, self.scheme.grid(self.geometry)
+        shape = (*old.shape[:-2], geometry.prefix_tokens + _count(grid), old.shape[-1])
         if not holds_values(old):
             new = old.detach().new_empty(shape)
         else:
-            prefix = rows[: self.geometry.prefix_tokens].cpu()
-            new = torch.cat((prefix.to(torch.promote_types(prefix.dtype, torch.float32)), self._new_rows(rows)))
-            new = new.view(shape)
+            prefix, patches = rows[: geometry.prefix_tokens].cpu(), rows[geometry.prefix_tokens :].cpu()
+            prefix = prefix.to(torch.promote_types(prefix.dtype, torch.float32))
+            new = torch.cat((prefix, self.scheme.table(patches, geometry.grid(), grid, geometry))).view(shape)
         self.replace(model, saved, new)
-
-    def _new_rows(self, rows: Tensor) -> Tensor:
-        patches = rows[self.geometry.prefix_tokens :].cpu()
-        return self.scheme.table(patches, self.geometry.grid(), self.scheme.grid(self.geometry), self.geometry)
 
     @property
     def trainable(self) -> bool:

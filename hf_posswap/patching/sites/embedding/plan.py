@@ -172,8 +172,9 @@ def _guard(context: SwapContext, capacity: int | None) -> PlanDraft:
     return PlanDraft(edits=[guard])
 
 
-def plan_saved_tables(context: SwapContext) -> PlanDraft:
+def plan_saved_tables(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraft:
     """Return the edit that saves tables which the model's class excludes from checkpoints because it computes them."""
+    context = contexts[-1]
     ignored = unsaved_keys(type(context.model))
     paths = (stack.table.path for stack in context.sites.stacks if isinstance(stack.table, TokenTable))
     keys = tuple(f"{path}.weight" for path in paths if f"{path}.weight" in ignored)
@@ -197,17 +198,14 @@ def fitted(context: SwapContext) -> Scheme:
     """
     scheme, table = context.scheme, context.scheme.table_part
     old = _old_rows(context)
-    if table is None or old is None or not holds_values(old) or not _fits(table, context):
+    if table is None or old is None or not holds_values(old):
         return scheme
+    if ("images" in type(table).inputs) != isinstance(context.stack.table, PatchTable):
+        return scheme  # one is for tokens and one for patches: planning refuses them
     if isinstance(context.stack.table, PatchTable):
         return scheme.with_table(table.fit(old, context.geometry))
     rows = table.rows(context.geometry, context.length)
     return scheme.with_table(table.fit(old, rows, context.geometry))
-
-
-def _fits(table: Any, context: SwapContext) -> bool:
-    """Return whether `table` and the model's table are both for tokens or both for patches; planning refuses others."""
-    return ("images" in type(table).inputs) == isinstance(context.stack.table, PatchTable)
 
 
 def _old_rows(context: SwapContext) -> Tensor | None:
@@ -293,6 +291,8 @@ def plan_patch_table(context: SwapContext, table: PatchTable) -> PlanDraft:
     _refuse_kept_elsewhere(context, table)
     grid_table = scheme if isinstance(scheme, GridTable) else None
     draft = _remove_patches(context, table) if grid_table is None else _replace_patches(context, table, grid_table)
+    native_size = context.geometry.image_size if grid_table is None else grid_table.filled("image_size")
+    assert native_size is not None
     any_size = AnyImageSize(
         site="embedding",
         path=table.embeddings,
@@ -302,20 +302,12 @@ def plan_patch_table(context: SwapContext, table: PatchTable) -> PlanDraft:
         table=table.path.removeprefix(f"{table.embeddings}."),
         scheme=grid_table,
         geometry=context.geometry,
-        native=_native_size(context),
+        native=native_size,
         square=table.square_head,
     )
     towers = (tower for tower in context.sites.family.kept if get(context.model, tower) is not None)
     notes = [f"{context.model_name} reads text too: {tower} keeps its positions." for tower in towers]
     return draft + PlanDraft(edits=[any_size], notes=notes, adaptation=_kept_or_resized(context))
-
-
-def _native_size(context: SwapContext) -> tuple[int, int]:
-    """Return the image size in the config of the swapped model."""
-    scheme = context.scheme
-    size = scheme.filled("image_size") if isinstance(scheme, GridTable) else context.geometry.image_size
-    assert size is not None
-    return size
 
 
 def _refuse_kept_elsewhere(context: SwapContext, table: PatchTable) -> None:

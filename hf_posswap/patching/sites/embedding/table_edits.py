@@ -328,10 +328,11 @@ def unfitted(table: object, old: Tensor, fit: Callable[[Tensor], object]) -> str
     return f"{table} needs a value from the old table's weights, and this model's are on meta or fake."
 
 
+@dataclass(eq=False)
 class LengthHook:
     """Pre-hook of the module that takes the input: grows buffers to the length, or raises beyond the table's end.
 
-    Args:
+    Attributes:
         model_name: for the message.
         capacity: positions of the table; None: there is none.
         offset: rows of the table and the buffers before position 0.
@@ -340,17 +341,12 @@ class LengthHook:
         signature: names of the module's positional arguments.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        capacity: int | None,
-        offset: int,
-        first: int,
-        buffers: tuple[str, ...],
-        signature: list[str],
-    ) -> None:
-        self.model_name, self.capacity, self.offset, self.first = model_name, capacity, offset, first
-        self.buffers, self.signature = buffers, signature
+    model_name: str
+    capacity: int | None
+    offset: int
+    first: int
+    buffers: tuple[str, ...]
+    signature: list[str]
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = by_name(self.signature, args, kwargs)

@@ -40,7 +40,17 @@ RopeValues = dict[str, dict[str, Any]]
 _ROPE_KEYS = {"rope_type", "type", "rope_theta"}.union(*BY_TYPE.values())
 
 
-class NeutralRotary(nn.Module):
+class AroundNative(nn.Module):
+    """Base of rotary modules that stand for a `native` one: some models read their rotary module's own attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("native"), name)
+
+
+class NeutralRotary(AroundNative):
     """A rotary module with the identity rotation: cos 1 and sin 0 in the shapes of the native one.
 
     Args:
@@ -54,12 +64,6 @@ class NeutralRotary(nn.Module):
         # not `layer_types`: some models read that attribute of their rotary module and need the native one
         self.posswap_types = layer_types
         self._last: tuple[object, object] = None, None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # some models read their rotary module's own attributes
-            return getattr(super().__getattr__("native"), name)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Return the output of `native` without rotation; for one token, as in decoding, the last output is cached."""

@@ -178,7 +178,8 @@ def native_swap(model: PreTrainedModel, stack: Stack, scheme: Scheme, length: in
             kind and r["rope_type"] == "longrope" for kind, r in values.items()
         ):
             continue  # this release of transformers stops at the second text beyond the original length
-        reach = _native_length(stack, values, length)
+        follows = any(rope["rope_type"] == "dynamic" for rope in values.values())  # it takes L from there
+        reach = stack.geometry.original_length if follows else length  # as `max_position_embeddings`
         trial = trial_config(model.config, stack.config, values, reach)
         config = config_at(trial, stack.config)
         read = read_back(trial)
@@ -242,12 +243,6 @@ def _candidates(model: PreTrainedModel, stack: Stack, scheme: Scheme) -> list[Ro
     if listed is not None and scheme.filled("partial") < 1:
         listed |= partial  # without it, transformers logs that it expects a number for each pair of a whole head
     return [dict.fromkeys(stack.full_attention_types, rope) for rope in (values, wide, listed) if rope is not None]
-
-
-def _native_length(stack: Stack, values: RopeValues, length: int) -> int:
-    """Return `max_position_embeddings` for these rope parameters: rope type "dynamic" takes L from there."""
-    follows = any(rope["rope_type"] == "dynamic" for rope in values.values())
-    return stack.geometry.original_length if follows else length
 
 
 def _all_follow(model: PreTrainedModel, stack: Stack, scheme: Scheme, config: PreTrainedConfig) -> bool:
