@@ -95,6 +95,36 @@ def test_bundled_code_loads_in_threads_compiles_copies_and_pickles(tmp_path: Pat
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+OTHER_MODELS_GONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        parts = name.split(".")
+        moved = parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_")
+        if parts[0] == "hf_posswap" or (moved and parts[2] not in ("auto", "gpt2")):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+folder, io = sys.argv[1:]
+ids, expected = torch.load(io)
+assert torch.equal(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()(ids).logits, expected)
+"""
+
+
+def test_bundled_code_needs_the_code_of_its_own_model_alone(tmp_path: Path) -> None:
+    """A release of transformers that moves another model's code breaks no checkpoint."""
+    model, ids = tiny("alibi").eval(), torch.arange(9)[None]
+    model.save_pretrained(tmp_path / "saved")
+    torch.save((ids, model(ids).logits.detach()), tmp_path / "io.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_MODELS_GONE, str(tmp_path / "saved"), str(tmp_path / "io.pt")],
+        env={**os.environ, "HF_HOME": str(tmp_path / "home")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_plain_transformers_refuses_and_says_why(tmp_path: Path) -> None:
     root = tmp_path / "saved"
