@@ -46,7 +46,7 @@ from hf_posswap.patching.tools.scheme_values import finish_blend as finish_blend
 from hf_posswap.patching.tools.scheme_values import set_blend as set_blend
 from hf_posswap.patching.tools.scheme_values import set_logit_scale as set_logit_scale
 from hf_posswap.patching.verify.verify_swap import verify_swap as verify_swap
-from hf_posswap.rope_layout import permute_rows as permute_rows
+from hf_posswap.rope_math import permute_rows as permute_rows
 from hf_posswap.schemes import NTK as NTK
 from hf_posswap.schemes import Alibi as Alibi
 from hf_posswap.schemes import Blend as Blend

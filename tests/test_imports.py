@@ -19,7 +19,7 @@ FACADE = "__init__"
 LAYERS = (
     {"errors", "utils", "versions"},
     {"compat"},
-    {"geometry", "registry", "rope_layout", "rope_math", "text"},
+    {"geometry", "registry", "rope_math", "text"},
     {"kernels"},
     {"schemes", "families"},
     {"testing"},

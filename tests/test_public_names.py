@@ -20,10 +20,10 @@ OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_ke
 CORE = {"compat", "errors", "geometry", "registry", "rope_math", "utils"}
 SCHEMES = CORE | {"kernels", "schemes"}
 PATCHING = SCHEMES | {"families", "patching", "testing", "versions"}
-CHECKPOINTS = PATCHING | {"checkpoints", "rope_layout"}
+CHECKPOINTS = PATCHING | {"checkpoints"}
 MAY_LOAD = {
     "errors": {"errors", "utils"},
-    "rope_layout": {"errors", "geometry", "rope_layout", "utils"},
+    "rope_math": CORE,
     "schemes": SCHEMES,
     "families": CORE | {"families"},
     "patching": PATCHING,

@@ -36,8 +36,7 @@ from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.model_class import build_native, native_class
 from hf_posswap.patching.record.record import native_config, without_record
-from hf_posswap.rope_layout import permute_rows
-from hf_posswap.rope_math import default_inv_freq
+from hf_posswap.rope_math import default_inv_freq, permute_rows
 from hf_posswap.schemes import NoPE, RotaryScheme, T5Bias
 from hf_posswap.schemes.layered import Layered
 

@@ -11,7 +11,7 @@ from hf_posswap.cli.output import show_text
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
-    from hf_posswap.report.conclusion import HarnessTable, Results
+    from hf_posswap.report.results import HarnessTable, Results
 
 
 def report(

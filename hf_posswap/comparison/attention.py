@@ -16,8 +16,8 @@ from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_dis
 from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
-from hf_posswap.report.conclusion import PlanEntry
 from hf_posswap.report.looks import model_numbers
+from hf_posswap.report.results import PlanEntry
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.devices import resolve_device

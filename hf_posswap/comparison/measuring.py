@@ -32,7 +32,7 @@ from hf_posswap.evaluation.statistics import holm_corrected, mcnemar_p, paired_c
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.training import training_of
-from hf_posswap.report.conclusion import Results
+from hf_posswap.report.results import Results
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from hf_posswap.plotting import (
     draw_passkey,
     draw_perplexity_by_length,
 )
-from hf_posswap.report.conclusion import ModelEntry, PositionRow, Results
 from hf_posswap.report.looks import model_numbers
+from hf_posswap.report.results import ModelEntry, PositionRow, Results
 from hf_posswap.report.words import differences_of, finding, scores_by_length
 
 DIFFERENCE, PERPLEXITY = "difference-by-length.png", "perplexity-by-length.png"

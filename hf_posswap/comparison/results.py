@@ -25,12 +25,13 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.report import PAGE, write_html
-from hf_posswap.report.conclusion import ModelEntry, Results, conclude, control_warnings
+from hf_posswap.report.conclusion import conclude, control_warnings
+from hf_posswap.report.results import ModelEntry, Results
 from hf_posswap.report.words import scores_by_length, task_scores
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 _PROCESSORS = Path("/proc/cpuinfo")
 _CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))
@@ -210,6 +211,8 @@ def collect_results(
         notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
     if base.documents.protocol == JOINED:
         notes.append(f"Concatenating protocol: {base.documents.said}.")
+    of = base.tokenizer
+    tokenizer = {"class": type(of).__name__, "vocabulary": len(of), "bos": of.bos_token_id}
     values: dict[str, object] = {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
@@ -218,7 +221,7 @@ def collect_results(
         "lengths": list(lengths),
         "metrics": list(base.metrics),
         "settings": base.settings.to_dict(),
-        "data": base.documents.to_dict() | {"tokenizer": _tokenizer(base.tokenizer)},
+        "data": base.documents.to_dict() | {"tokenizer": tokenizer},
         "made": {"command": command, "date": date_now()},
         "environment": environment([work.subject.model.device for work in works]),
         "notes": notes,
@@ -273,7 +276,3 @@ def _model(work: Work, lengths: Sequence[int]) -> dict[str, object]:
         "one_pass_because": reach.why,
         "cannot_run": {str(n): f"ends at {reach.limit} tokens" for n in lengths if n not in work.lengths},
     }
-
-
-def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    return {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer), "bos": tokenizer.bos_token_id}

@@ -23,7 +23,7 @@ from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length
-from hf_posswap.report.conclusion import Results
+from hf_posswap.report.results import Results
 from hf_posswap.text.stdlib import PYTHON
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.devices import resolve_device, resolve_dtype

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING, sign_of
-from hf_posswap.report.conclusion import (
-    SIGNIFICANT,
-    DifferenceRow,
-    ModelEntry,
-    Needles,
-    Results,
-    conclude,
-    inside_statement,
-    percent,
-)
+from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
 from hf_posswap.report.looks import model_numbers
+from hf_posswap.report.results import DifferenceRow, ModelEntry, Needles, Results
 from hf_posswap.report.words import (
     TASKS_KEPT,
     common_gaps,

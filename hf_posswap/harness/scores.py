@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.passkey import RULER_BAR, longest_passing
-from hf_posswap.report.conclusion import HarnessCell, HarnessResults, HarnessRow, HarnessTable
+from hf_posswap.report.results import HarnessCell, HarnessResults, HarnessRow, HarnessTable
 
 ALL = "all"
 """The column of scores that belong to no length."""

@@ -20,7 +20,7 @@ from hf_posswap.quickstart.base import LOCK, Base, QuickstartSettings, claim_fol
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
 from hf_posswap.report import PAGE
-from hf_posswap.report.conclusion import ModelEntry, Results
+from hf_posswap.report.results import ModelEntry, Results
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json

@@ -17,8 +17,9 @@ from hf_posswap.plotting.styles import (
     stroke_of,
     style_of,
 )
-from hf_posswap.report.conclusion import ModelEntry, Results, SchemeEntry, is_control_entry
+from hf_posswap.report.conclusion import is_control_entry
 from hf_posswap.report.markup import Markup, tag
+from hf_posswap.report.results import ModelEntry, Results, SchemeEntry
 
 _DASH = "M-6,0H6"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -6,9 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.report.conclusion import Results
 from hf_posswap.report.looks import document
 from hf_posswap.report.markup import Markup, json_script, tag
+from hf_posswap.report.results import Results
 from hf_posswap.report.sections import (
     cost,
     difference,

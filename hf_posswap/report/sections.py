@@ -13,9 +13,10 @@ from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.charts import Axes, Dot, Line, line_chart
-from hf_posswap.report.conclusion import HarnessRow, ModelEntry, NeedleCell, Needles, Results, TaskCell, percent
+from hf_posswap.report.conclusion import percent
 from hf_posswap.report.looks import look, mark, model_numbers
 from hf_posswap.report.markup import Markup, tag
+from hf_posswap.report.results import HarnessRow, ModelEntry, NeedleCell, Needles, Results, TaskCell
 from hf_posswap.report.tables import Cell, heat_maps, sortable
 from hf_posswap.report.words import differences_of, effective, far_change, finding, number, scores_by_length
 

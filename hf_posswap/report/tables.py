@@ -42,15 +42,17 @@ def sortable(header: Sequence[str], rows: Sequence[tuple[int, str, Sequence[Cell
     for row_number, (number, name, cells) in enumerate(rows):
         first = tag("th", mark(number), name, scope="row", data_order=row_number)
         rest = [
-            tag("td", cell.text, cell.note and tag("small", cell.note), data_order=_order(cell.order)) for cell in cells
+            tag(
+                "td",
+                cell.text,
+                cell.note and tag("small", cell.note),
+                data_order=None if cell.order is None else f"{cell.order:.10g}",
+            )
+            for cell in cells
         ]
         body.append(tag("tr", first, *rest))
     table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body), class_="sortable")
     return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="table")
-
-
-def _order(value: float | None) -> str | None:
-    return None if value is None else f"{value:.10g}"
 
 
 def heat_maps(

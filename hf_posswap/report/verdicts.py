@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_posswap.plotting.styles import SLIDING
-from hf_posswap.report.conclusion import (
-    SIGNIFICANT,
+from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
+from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
+from hf_posswap.report.markup import Markup, join, tag
+from hf_posswap.report.results import (
     CostRow,
     DifferenceRow,
     FarContextRow,
@@ -19,12 +21,7 @@ from hf_posswap.report.conclusion import (
     ShortLoss,
     Tasks,
     VectorRow,
-    conclude,
-    inside_statement,
-    percent,
 )
-from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
-from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.sections import section
 from hf_posswap.report.tables import Cell, sortable
 from hf_posswap.report.words import (

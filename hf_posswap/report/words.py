@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posswap.report.conclusion import (
-    SIGNIFICANT,
+from hf_posswap.report.conclusion import SIGNIFICANT, conclude, lower_or_higher, percent
+from hf_posswap.report.results import (
     Change,
     DifferenceRow,
     FarContextRow,
@@ -23,9 +23,6 @@ from hf_posswap.report.conclusion import (
     RetrievalRow,
     Tasks,
     VectorRow,
-    conclude,
-    lower_or_higher,
-    percent,
 )
 from hf_posswap.utils.format import interval_text
 

@@ -17,7 +17,7 @@ import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import CheckpointError, UnsupportedSwapError
-from hf_posswap.rope_layout import permute_rows
+from hf_posswap.rope_math import permute_rows
 from tests.checkpoints.test_gguf_source import edited, gap
 from tests.gguf_models import tiny
 

@@ -23,7 +23,7 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.geometry import ConfigSizes
-from hf_posswap.rope_layout import permute_rows
+from hf_posswap.rope_math import permute_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
