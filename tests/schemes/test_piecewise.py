@@ -174,6 +174,34 @@ def test_what_a_mask_shows_is_seen_also_ahead(
     np.testing.assert_allclose(run(scheme, q, k, v, at=backwards, past=length - 1), expected[:, -1:], atol=2e-5)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("scheme", "relative"), CASES, ids=lambda case: str(case) if not callable(case) else "")
+def test_one_query_of_each_row_equals_brute_force_wherever_the_rows_stand(
+    scheme: Any, relative: Relative, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows begin elsewhere, have holes and hidden keys: regions of several rows share keys, and none needs blocks."""
+    monkeypatch.setattr(site.Scoring, "block", None)
+    length, rng = 33, np.random.default_rng(seed)
+    q, k, v = qkv(length)
+    at = np.stack([np.sort(rng.choice(70, length, replace=False)) for _ in range(4)])
+    shown = rng.random((4, length)) < (0.6, 0.8, 0.9, 1.0)[seed % 4]
+    shown[:, -1] = True
+    shape = geometry(num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=None, base=None, layout=None)
+    mechanism, positions = scheme.resolve(shape, None).mechanism(shape), torch.tensor(at)
+    keys = k.expand(4, -1, -1, -1)
+    if mechanism.rotates:
+        keys = rotate(keys, mechanism.prepare(positions, positions.amax(dim=-1)[:, None, None, None]), "half")
+    pieces, mask = mechanism.pieces(positions[:, -1:], positions), torch.tensor(shown)[:, None, None]
+    options: dict[str, Any] = {"causal": True, "scaling": None}
+    queries = q[None, :, -1:].expand(4, -1, -1, -1)
+    arguments = queries, keys, v.expand(4, -1, -1, -1), pieces, positions[:, -1:], positions
+    found = [attend_split(*arguments, kind, **options)[0] for kind in (mask, torch.where(mask, 0.0, -torch.inf))]
+    for row in range(4):
+        expected = brute_force(q, k, v, relative, seen=[list(shown[row])] * length, at=list(at[row]))[:, -1]
+        for each in found:
+            np.testing.assert_allclose(each[row, 0], expected, atol=5e-5)
+
+
 @settings(max_examples=30)
 @given(
     length=st.integers(1, 40),

@@ -97,7 +97,8 @@ class Scoring:
         ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one().ranges
         turned: dict[object, Tensor] = {}
         by_range = [self._range_scores(key_range, start, stop, turned) for key_range in ranges]
-        if _tile(ranges, keys):
+        is_split = all(held.which is None for held in ranges) and sum(held.high - held.low for held in ranges) == keys
+        if is_split and _cover(ranges, keys):
             return self._masked(torch.cat(by_range, dim=-1), seen, start, stop)
         batch, heads, _, _ = self.query.shape
         # what no query sees may belong to no piece here
@@ -151,9 +152,9 @@ class Scoring:
         return self.key_positions.shape[1], id(self.mask), identity_of(self.mask)[1]
 
     def one(self) -> Tensor | None:
-        """Return attention of the one query [B, 1, H, Dv]; None: its pieces do not hold keys side by side."""
+        """Return attention of the one query [B, 1, H, Dv]; None: some of its keys are in no piece's range."""
         ranges, end = self.ranges_of_one()
-        if not _tile(ranges, end) or (self.mask is not None and self.mask.shape[1] > 1):
+        if not _cover(ranges, end) or (self.mask is not None and self.mask.shape[1] > 1):
             return None
         if ("turns", self._known) not in self.memo:
             tables = tuple(CosSin(one.piece.query.cos, one.piece.query.sin) for one in ranges)
@@ -245,11 +246,14 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
 
 
-def _tile(ranges: list[KeyRange], keys: int) -> bool:
-    """Return whether each of `keys` keys is held, for all queries, by one of the ranges."""
-    ends = [0, *(key_range.high for key_range in ranges)]
-    begins = zip(ranges, ends[:-1], strict=True)
-    return ends[-1] == keys and all(key_range.which is None and key_range.low == begin for key_range, begin in begins)
+def _cover(ranges: list[KeyRange], keys: int) -> bool:
+    """Return whether each of `keys` keys is in one of the ranges, which may overlap: rows of a batch may differ."""
+    end = 0
+    for _, low, high, _ in ranges:
+        if low > end:
+            return False
+        end = max(end, high)
+    return end == keys
 
 
 def _is_dear(tensor: Tensor) -> bool:
@@ -349,25 +353,39 @@ def attend_one(
     *,
     scaling: float,
 ) -> Tensor:
-    """Return attention of one query [B, 1, H, Dv] whose keys fall into ranges, one after the other.
+    """Return attention of one query [B, 1, H, Dv] whose keys fall into ranges.
 
     Args:
         query: [B, H, 1, D], not rotated.
         key: [B, G, K, D], as it is cached.
         value: [B, G, K, Dv].
         turns: of the query for the pieces of `ranges`, in their order: [B or 1, 1, P, R/2].
-        ranges: of all K keys.
+        ranges: of all K keys, by their first one; of keys in several, which row takes which is known.
         mask: bool (True: attend) or additive, [B or 1, 1, 1, K or more]; None: all is seen.
         scaling: multiplies the scores.
     """
     turned = rotate(query.expand(-1, -1, len(ranges), -1), turns, ranges[0].piece.layout)  # [B, H, P, D]
     grouped = turned.unflatten(1, (value.shape[1], -1))  # [B, G, H/G, P, D]
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores_by_region = [
-        torch.matmul(grouped[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2))
-        for number, (piece, low, high, _) in enumerate(ranges)
-    ]
-    scores = torch.cat(scores_by_region, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
+    parts: list[Tensor] = []  # side by side
+    end = 0
+    for number, (piece, low, high, which) in enumerate(ranges):
+        of_range = torch.matmul(
+            grouped[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2)
+        )
+        if low < end:  # pieces before hold some of these keys in other rows
+            before = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+            shared = min(high, end) - low
+            if which is not None:
+                own = which[:, None, :, :shared]
+                of_shared = torch.where(own, of_range[..., :shared], before[..., low : low + shared])
+            else:
+                of_shared = of_range[..., :shared]
+            parts = [before[..., :low], of_shared, before[..., low + shared :], of_range[..., shared:]]
+        else:
+            parts.append(of_range)
+        end = max(end, high)
+    scores = torch.cat(parts, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
     if mask is not None:
         shown = mask[..., : scores.shape[-1]]
         scores = scores.masked_fill_(~shown, LOWEST) if mask.dtype == torch.bool else (scores + shown).clamp(min=LOWEST)
