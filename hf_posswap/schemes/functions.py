@@ -311,7 +311,6 @@ def _scheme_class_of(
     doc = inspect.getdoc(function) or ""
     namespace = {
         "__doc__": doc or f"{name}, by the function {function.__name__}.",
-        "__module__": function.__module__,
         "name": name,
         "summary": summary or (doc.splitlines() or [f"by the function {function.__name__}"])[0].rstrip("."),
         "source": source,
@@ -322,7 +321,8 @@ def _scheme_class_of(
     }
     defaults = [(field, of, dataclasses.field(default=default)) for field, (of, default) in fields.items()]
     cls = dataclasses.make_dataclass(function.__name__, defaults, bases=(base,), namespace=namespace, frozen=True)
-    cls.__qualname__ = function.__qualname__
+    # make_dataclass itself names its caller's module since Python 3.12
+    cls.__module__, cls.__qualname__ = function.__module__, function.__qualname__
     cls()  # the defaults are checked as any values
     registry.add(name, cls)
     return cls

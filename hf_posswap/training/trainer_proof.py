@@ -151,7 +151,7 @@ def versions() -> dict[str, str]:
             installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return installed
+    return installed | {"torch": torch.__version__}  # which names its build, as the metadata of PyPI's does not
 
 
 def trained_part(model: nn.Module) -> str:

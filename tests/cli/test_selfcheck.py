@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ def test_this_installation_works() -> None:
     found = json.loads(result.stdout)
     assert (result.exit_code, found["ok"]) == (0, True), found
     assert found["versions"]["transformers"] == transformers.__version__
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert len(found["checks"]) == len(run.UPSTREAM) + len(STEPS) * len(trial.KINDS)
     assert all(check["ok"] and check["touch"] is None for check in found["checks"])
     kinds = {check["subject"] for check in found["checks"]} - {"transformers"}
