@@ -56,7 +56,7 @@ def test_bundled_code_loads_saves_and_loads_again_where_the_package_is_missing(t
 BUNDLED = """
 import copy, inspect, pickle, sys, torch
 from concurrent.futures import ThreadPoolExecutor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -67,11 +67,15 @@ sys.meta_path.insert(0, Missing())
 *folders, io = sys.argv[1:]
 ids, expected = torch.load(io)
 
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+# the code in threads, the weights one by one: transformers 5.24 leaves heads untied where threads load weights at once
+def build(folder):
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    return type(AutoModelForCausalLM.from_config(config, trust_remote_code=True))
 
 with ThreadPoolExecutor(4) as pool:
-    models = list(pool.map(load, folders))
+    classes = list(pool.map(build, folders))
+models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval() for folder in folders]
+assert list(map(type, models)) == classes
 first = models[0]
 models += [torch.compile(first, backend="eager", fullgraph=True), copy.deepcopy(first)]
 models += [pickle.loads(pickle.dumps(first))]
