@@ -211,8 +211,8 @@ def collect_results(
         notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
     if base.documents.protocol == JOINED:
         notes.append(f"Concatenating protocol: {base.documents.said}.")
-    of = base.tokenizer
-    tokenizer = {"class": type(of).__name__, "vocabulary": len(of), "bos": of.bos_token_id}
+    tokenizer = base.tokenizer
+    tokenizer_entry = {"class": type(tokenizer).__name__, "vocabulary": len(tokenizer), "bos": tokenizer.bos_token_id}
     values: dict[str, object] = {
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
@@ -221,7 +221,7 @@ def collect_results(
         "lengths": list(lengths),
         "metrics": list(base.metrics),
         "settings": base.settings.to_dict(),
-        "data": base.documents.to_dict() | {"tokenizer": tokenizer},
+        "data": base.documents.to_dict() | {"tokenizer": tokenizer_entry},
         "made": {"command": command, "date": date_now()},
         "environment": environment([work.subject.model.device for work in works]),
         "notes": notes,

@@ -97,7 +97,7 @@ class Scoring:
         ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one().ranges
         turned: dict[object, Tensor] = {}
         by_range = [self._range_scores(key_range, start, stop, turned) for key_range in ranges]
-        is_split = all(held.which is None for held in ranges) and sum(held.high - held.low for held in ranges) == keys
+        is_split = all(r.which is None for r in ranges) and sum(r.high - r.low for r in ranges) == keys
         if is_split and _cover(ranges, keys):
             return self._masked(torch.cat(by_range, dim=-1), seen, start, stop)
         batch, heads, _, _ = self.query.shape
@@ -367,25 +367,25 @@ def attend_one(
     turned = rotate(query.expand(-1, -1, len(ranges), -1), turns, ranges[0].piece.layout)  # [B, H, P, D]
     grouped = turned.unflatten(1, (value.shape[1], -1))  # [B, G, H/G, P, D]
     wide = torch.promote_types(query.dtype, torch.float32)
-    parts: list[Tensor] = []  # side by side
+    scores_so_far: list[Tensor] = []  # of scores, side by side
     end = 0
     for number, (piece, low, high, which) in enumerate(ranges):
         of_range = torch.matmul(
             grouped[:, :, :, number], piece.rotate_key(key[:, :, low:high], low, high).transpose(-1, -2)
         )
         if low < end:  # pieces before hold some of these keys in other rows
-            before = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+            before = scores_so_far[0] if len(scores_so_far) == 1 else torch.cat(scores_so_far, dim=-1)
             shared = min(high, end) - low
             if which is not None:
-                own = which[:, None, :, :shared]
-                of_shared = torch.where(own, of_range[..., :shared], before[..., low : low + shared])
+                in_range = which[:, None, :, :shared]
+                of_shared = torch.where(in_range, of_range[..., :shared], before[..., low : low + shared])
             else:
                 of_shared = of_range[..., :shared]
-            parts = [before[..., :low], of_shared, before[..., low + shared :], of_range[..., shared:]]
+            scores_so_far = [before[..., :low], of_shared, before[..., low + shared :], of_range[..., shared:]]
         else:
-            parts.append(of_range)
+            scores_so_far.append(of_range)
         end = max(end, high)
-    scores = torch.cat(parts, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
+    scores = torch.cat(scores_so_far, dim=-1).to(wide).mul_(scaling)  # [B, G, H/G, K]
     if mask is not None:
         shown = mask[..., : scores.shape[-1]]
         scores = scores.masked_fill_(~shown, LOWEST) if mask.dtype == torch.bool else (scores + shown).clamp(min=LOWEST)
