@@ -19,7 +19,7 @@ from hf_posswap.families.base import (
     TableSpec,
     register,
 )
-from hf_posswap.families.interfaces.base import fitting, interface
+from hf_posswap.families.interfaces.base import ChosenInterface, fitting
 from hf_posswap.families.rotary import rotary_modules
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ register(
                 "",
                 "h.*.attn.attention",
                 table=TableSpec("wpe"),
-                traits=AttentionTraits(interface("gpt_neo", "GPTNeoInterface"), ends=True),
+                traits=AttentionTraits(ChosenInterface("gpt_neo", ("GPTNeoInterface",)), ends=True),
             ),
         ),
     )
@@ -127,7 +127,7 @@ register(
                 "",
                 "h.*.attn",
                 table=TableSpec("positions_embed", buffers=("position_ids",)),
-                traits=AttentionTraits(interface("openai", "OpenAIGPTInterface"), ends=True),
+                traits=AttentionTraits(ChosenInterface("openai", ("OpenAIGPTInterface",)), ends=True),
             ),
         ),
     )
@@ -142,7 +142,7 @@ register(
                 "",
                 "layers.*.self_attn",
                 table=TableSpec("embed_positions", offset=2, kind="sinusoidal", computed=True),
-                traits=AttentionTraits(interface("bart_like", "XGLMInterface")),
+                traits=AttentionTraits(ChosenInterface("bart_like", ("XGLMInterface",))),
             ),
         ),
     )
@@ -202,7 +202,7 @@ register(
                 "",
                 "blocks.*.attn",
                 traits=AttentionTraits(
-                    interface("mpt", "MptInterface"),
+                    ChosenInterface("mpt", ("MptInterface",)),
                     positions=_alibi,
                     scheme="alibi",
                     length_name="max_seq_len",
@@ -226,7 +226,7 @@ register(
                 "",
                 "h.*.self_attention",
                 traits=AttentionTraits(
-                    interface("falcon", "FalconInterface"),
+                    ChosenInterface("falcon", ("FalconInterface",)),
                     positions=_scaled_alibi,
                     scheme="alibi",
                     switch=("", "use_alibi"),

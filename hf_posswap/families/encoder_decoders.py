@@ -13,7 +13,7 @@ from torch import nn
 from hf_posswap.compat.transformers_attention import attends_by_interface
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, StackSpec, TableSpec, register
 from hf_posswap.families.encoders import sees_blocks
-from hf_posswap.families.interfaces.base import fitting, interface
+from hf_posswap.families.interfaces.base import ChosenInterface, fitting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -71,7 +71,7 @@ register(
         stacks=tuple(
             replace(
                 stack,
-                traits=AttentionTraits(interface("bart_like", "MvpInterface"), closed=_prompts),
+                traits=AttentionTraits(ChosenInterface("bart_like", ("MvpInterface",)), closed=_prompts),
             )
             for stack in stacks(offset=2)
         ),
@@ -94,7 +94,7 @@ register(
             replace(
                 stacks()[0],
                 attention="encoder.layers.*.self_attn.self",
-                traits=AttentionTraits(interface("bert_like", "BigBirdPegasusInterface"), closed=sees_blocks),
+                traits=AttentionTraits(ChosenInterface("bert_like", ("BigBirdPegasusInterface",)), closed=sees_blocks),
             ),
             *decoder_alone(),
         ),
@@ -136,7 +136,7 @@ register(
         stacks=(
             replace(
                 *decoder_alone(offset=2),
-                traits=AttentionTraits(interface("bart_like", "TrOCRInterface")),
+                traits=AttentionTraits(ChosenInterface("bart_like", ("TrOCRInterface",))),
             ),
         ),
     )

@@ -5,16 +5,10 @@ The attention of many lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from hf_posswap.compat.transformers_models import masks_the_future
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, RelativePart, StackSpec, TableSpec, register
-from hf_posswap.families.interfaces.base import interface
-from hf_posswap.families.modules import modeling_module
+from hf_posswap.families.interfaces.base import ChosenInterface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,7 +46,7 @@ register(
                 _ATTENTION,
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",)),
                 causal=False,
-                traits=AttentionTraits(interface("layoutlm", "LayoutLMInterface")),
+                traits=AttentionTraits(ChosenInterface("layoutlm", ("LayoutLMInterface",))),
             ),
         ),
         kept=tuple(f"embeddings.{name}_position_embeddings" for name in "xyhw"),
@@ -118,14 +112,9 @@ def is_decoder(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "is_decoder", False))
 
 
-def _masking(choose: Callable[[nn.Module], type | str], module: nn.Module) -> type | str:
-    """Return what `choose` does of attention that masks the future where it decodes; otherwise why nothing fits."""
-    if module.is_decoder and not masks_the_future(modeling_module(module)):
-        return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
-    return choose(module)
-
-
-_BERT_LIKE = partial(_masking, interface("bert_like", "BigBirdInterface", "MegatronBertInterface", "RemBertInterface"))
+_BERT_LIKE = ChosenInterface(
+    "bert_like", ("BigBirdInterface", "MegatronBertInterface", "RemBertInterface"), may_decode=True
+)
 
 
 def _attending_heads(config: PreTrainedConfig) -> tuple[int, int]:
@@ -170,7 +159,7 @@ register(
                 _ATTENTION,
                 table=_LEARNED,
                 traits=AttentionTraits(
-                    interface("convbert", "ConvBertInterface"),
+                    ChosenInterface("convbert", ("ConvBertInterface",)),
                     causal=is_decoder,
                     heads=_attending_heads,
                 ),
@@ -203,7 +192,7 @@ register(
                 "",
                 "encoder.layers.*.attention",
                 table=_LEARNED,
-                traits=AttentionTraits(interface("squeezebert", "SqueezeBertInterface"), causal=is_decoder),
+                traits=AttentionTraits(ChosenInterface("squeezebert", ("SqueezeBertInterface",)), causal=is_decoder),
             ),
         ),
     )
@@ -236,7 +225,7 @@ register(
                 ),
                 causal=False,
                 traits=AttentionTraits(
-                    interface("mpnet", "MPNetInterface"),
+                    ChosenInterface("mpnet", ("MPNetInterface",)),
                     positions=_thirty_two_buckets,
                     scheme="t5",
                     made_from="encoder.relative_attention_bias",
@@ -258,7 +247,7 @@ register(
                 "",
                 _ATTENTION,
                 traits=AttentionTraits(
-                    partial(_masking, interface("roformer", "RoFormerInterface")),
+                    ChosenInterface("roformer", ("RoFormerInterface",), may_decode=True),
                     positions=_interleaved,
                     scheme="rope",
                     made_from="encoder.embed_positions",
@@ -299,7 +288,10 @@ register(
                 table=TableSpec(_TABLE, buffers=("embeddings.position_ids",), absent=_has_no_table),
                 causal=False,
                 traits=AttentionTraits(
-                    interface("deberta", "DebertaInterface", "DebertaV2Interface"),
+                    ChosenInterface(
+                        "deberta",
+                        ("DebertaInterface", "DebertaV2Interface"),
+                    ),
                     closed=_talks,
                     relative=RelativePart(
                         config_name="relative_attention",

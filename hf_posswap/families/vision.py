@@ -6,7 +6,7 @@ In a model with two towers (CLIP, SigLIP) only the vision tower is swapped; the 
 from __future__ import annotations
 
 from hf_posswap.families.base import AttentionTraits, Family, ImageSpec, StackSpec, register
-from hf_posswap.families.interfaces.base import interface
+from hf_posswap.families.interfaces.base import ChosenInterface
 
 _TABLE, _PATCHES = "position_embeddings", "patch_embeddings.projection"
 
@@ -86,7 +86,7 @@ register(
                 image=ImageSpec(
                     "position_embedding.weight", "patch_embedding", prefix=0, ids="position_ids", square_config=True
                 ),
-                traits=AttentionTraits(interface("siglip", "SiglipInterface")),
+                traits=AttentionTraits(ChosenInterface("siglip", ("SiglipInterface",))),
             ),
         ),
     )

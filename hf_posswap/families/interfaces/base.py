@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,8 +20,9 @@ from hf_posswap.compat.transformers_calls import (
     keys_of_call,
     tokens_before,
 )
+from hf_posswap.compat.transformers_models import masks_the_future
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.modules import by_name
+from hf_posswap.families.modules import by_name, modeling_module
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -265,14 +266,28 @@ def indices(hidden: Tensor, cache: Cache | None, layer: int) -> tuple[Tensor, Te
     return query + tokens_before(cache, layer), torch.arange(keys, device=hidden.device) + offset
 
 
-def interface(file: str, *names: str) -> Callable[[nn.Module], type | str]:
-    """Return the `interface` of `AttentionTraits` that chooses by `fitting` among classes of a file of this package."""
-    return functools.partial(_choose, file, names)
+@dataclass(frozen=True)
+class ChosenInterface:
+    """The `interface` of `AttentionTraits` that chooses by `fitting` among classes of a file of this package.
 
+    A value, so that a plan that was pickled equals the one that was made.
 
-def _choose(file: str, names: tuple[str, ...], module: nn.Module) -> type | str:
-    classes = importlib.import_module(f"{__package__}.{file}")  # only now: it imports the model code of transformers
-    return fitting(module, *(getattr(classes, name) for name in names))
+    Attributes:
+        file: name of the file.
+        names: of the classes.
+        may_decode: whether the attention is an encoder's that some configs make a decoder's.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    may_decode: bool = False
+
+    def __call__(self, module: nn.Module) -> type | str:
+        """Return the class for `module`, or why none fits and what works."""
+        if self.may_decode and module.is_decoder and not masks_the_future(modeling_module(module)):
+            return "this release of transformers lets such decoders see future tokens: nothing can be put inside."
+        classes = importlib.import_module(f"{__package__}.{self.file}")  # only now: it imports transformers' model code
+        return fitting(module, *(getattr(classes, name) for name in self.names))
 
 
 def fitting(module: nn.Module, *classes: type) -> type | str:
