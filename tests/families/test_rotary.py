@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -315,6 +317,7 @@ def in_steps(model: Any) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.21"), reason="this transformers is no oracle of it")
 def test_longrope_by_layer_type_is_computed_here_where_transformers_cannot_run_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
