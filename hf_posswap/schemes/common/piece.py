@@ -182,12 +182,17 @@ def side_by_side(key: Tensor, tables: tuple[CosSin, ...], layout: Layout) -> Ten
 
 
 def in_a_row(tables: tuple[CosSin, ...]) -> CosSin:
-    """Return tables of one token each, [B or 1, 1, 1, R/2], in the places of tokens, cached: [B or 1, 1, P, R/2]."""
-    cache = tables[0].__dict__
-    if cache.get("row", (None,))[0] is not tables:
+    """Return tables of one token each, [B or 1, 1, 1, R/2], in the places of tokens: [B or 1, 1, P, R/2].
+
+    It is cached with the first table, for the very same others: with itself in it, it would live until garbage is
+    collected.
+    """
+    cache, others = tables[0].__dict__, tables[1:]
+    known, row = cache.get("row", ((), None))
+    if row is None or len(known) != len(others) or any(a is not b for a, b in zip(known, others, strict=True)):
         cos, sin = (torch.cat([getattr(table, name) for table in tables], dim=2) for name in ("cos", "sin"))
-        cache["row"] = tables, CosSin(cos, sin)
-    row: CosSin = cache["row"][1]
+        row = CosSin(cos, sin)
+        cache["row"] = others, row
     return row
 
 

@@ -367,7 +367,7 @@ def attend_one(
     turned = rotate(query.expand(-1, -1, len(ranges), -1), turns, ranges[0].piece.layout)  # [B, H, P, D]
     grouped = turned.unflatten(1, (value.shape[1], -1))  # [B, G, H/G, P, D]
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores_so_far: list[Tensor] = []  # of scores, side by side
+    scores_so_far: list[Tensor] = []  # of adjoining keys
     end = 0
     for number, (piece, low, high, which) in enumerate(ranges):
         of_range = torch.matmul(

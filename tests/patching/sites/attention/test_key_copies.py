@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.errors import PosswapError
 from hf_posswap.patching.sites.attention.split_attention import Scoring
+from hf_posswap.rope_math import CosSin
 from hf_posswap.schemes import piecewise
 from hf_posswap.schemes.common import piece
 from hf_posswap.utils.devices import standing_for
@@ -185,6 +188,21 @@ def test_a_step_on_a_gpu_runs_at_most_half_as_many_operators_more(scheme: str) -
                 model(IDS[:1, 60:61], **with_cache(model, cache), use_cache=True)
         counts.append(counter.count)
     assert counts[1] < 1.55 * counts[0]
+
+
+def test_tables_in_a_row_are_made_once_and_freed_with_their_tables() -> None:
+    tables = tuple(CosSin(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)) for _ in range(2))
+    row = piece.in_a_row(tables)
+    assert piece.in_a_row(tables) is row
+    assert row.cos.shape == (1, 1, 2, 2)
+    assert piece.in_a_row((*tables, tables[1])).cos.shape == (1, 1, 3, 2)
+    tensors = [weakref.ref(tensor) for table in (*tables, row) for tensor in table]
+    gc.disable()
+    try:
+        del tables, row
+        assert [tensor() for tensor in tensors] == [None] * 6
+    finally:
+        gc.enable()
 
 
 class OperatorCounter(TorchDispatchMode):
