@@ -19,17 +19,20 @@ Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 15.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_dispatch import works_correctly
 from hf_posswap.compat.torch_tensors import is_fake, transforms_active
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Layout
-from hf_posswap.utils.devices import device_type
+from hf_posswap.utils.devices import device_type, is_standing_for
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -222,8 +225,8 @@ def rotate(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
         return _joined(x, *table, layout)
     if x.numel() < LARGE:
         return _swapped(x, table, layout)
-    same = x.dtype == table.cos.dtype == table.sin.dtype
-    return _Rotation.apply(x, *table, layout) if same or _compiled else _joined(x, *table, layout)
+    in_place = x.dtype == table.cos.dtype == table.sin.dtype or _compiled or _fits_kernel(x, table)
+    return _Rotation.apply(x, *table, layout) if in_place else _joined(x, *table, layout)
 
 
 def _joined(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -285,12 +288,59 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: _Context, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
+        if _fits_kernel(x, CosSin(cos, sin)):
+            return _by_kernel(x, cos, sin, layout)
         return (_compiled or _turned)(x, cos, sin, layout)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
+
+
+def _fits_kernel(x: Tensor, table: CosSin) -> bool:
+    """Return whether a GPU's one kernel supports these tensors, and is correct in this process."""
+    if device_type(x) != "cuda" or not all(part.dtype == torch.float32 and part.stride(-1) == 1 for part in table):
+        return False
+    return x.dtype in _KERNEL_DTYPES and (is_standing_for() or (not is_fake(x) and kernel_available()))
+
+
+def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    if is_standing_for():  # nothing runs for fake tensors; this needs as much memory
+        return torch.empty_like(x)
+    from hf_posswap.utils.rotation_kernel import rotated
+
+    return rotated(x, cos, sin, interleaved=layout == "interleaved")
+
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def kernel_available() -> bool:
+    """Return whether this process has a GPU's rotation kernel, and it is correct; warn once if it is not.
+
+    Example:
+        >>> torch.cuda.is_available() or not kernel_available()
+        True
+    """
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return works_correctly("rotation kernel", "cuda", _kernel_error)
+
+
+def _kernel_error(device: str) -> float:
+    """Return the largest difference of the kernel from `_joined`, with and without dimensions that pass."""
+    source = torch.Generator("cpu").manual_seed(0)
+    differences = []
+    with torch.no_grad():
+        for layout in LAYOUTS:
+            for width in (16, 24):
+                x = torch.randn(2, 33, 3, width, generator=source, device="cpu").to(device, torch.bfloat16)
+                angles = torch.randn(1, 1, 33, 8, generator=source, device="cpu").to(device)
+                given = x.transpose(1, 2), angles.cos(), angles.sin(), layout
+                differences.append(_by_kernel(*given) - _joined(*given))
+    return max(float(each.abs().max()) for each in differences)
 
 
 IN_CACHE = 3 * 2**16

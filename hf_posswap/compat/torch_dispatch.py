@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hf_posswap.errors import BackendWarning
+from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import shared
 
 if TYPE_CHECKING:
@@ -102,6 +105,39 @@ def without_modes() -> AbstractContextManager[object]:
     under a fake mode would be found wrong, for the rest of the process.
     """
     return _disable_current_modes()
+
+
+TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
+"""Maximum difference of a kernel's result from the formula: in float32, and on a GPU in bfloat16."""
+
+
+def works_correctly(kernel: str, device: str, error: Callable[[str], float]) -> bool:
+    """Return whether a kernel works correctly on `device`; warn if not.
+
+    Touches what `without_modes` does, and by `error` the kernel, which nobody promises. Without it a kernel of another
+    release of torch could be wrong in silence.
+
+    Args:
+        kernel: the kernel's name in the warning.
+        device: the device type.
+        error: runs the kernel on the device, and returns its largest difference from the formula.
+    """
+    try:
+        with without_modes(), torch.autocast(device, enabled=False):  # autocast would reduce the formula's precision
+            difference = error(device)
+    except Exception as problem:  # any error means that the kernel does not work
+        reason = f"{type(problem).__name__}: {said_by(problem)}"
+    else:
+        if difference <= TOLERANCE[device]:
+            return True
+        reason = f"its results differ from the formula by {difference:.1e}"
+    warnings.warn(
+        f"hf_posswap's {kernel} does not work on torch {torch.__version__}, {device} ({reason}). "
+        "The plain paths are used instead: the same results, slower and with more memory.",
+        BackendWarning,
+        stacklevel=3,
+    )
+    return False
 
 
 _told_of_sizes: ContextVar[tuple[Callable[[torch.UntypedStorage], None], ...]] = ContextVar("told_of_sizes", default=())
@@ -247,6 +283,16 @@ def fused_attention_backward(device: str) -> OpOverloadPacket:
     """
     name = "_scaled_dot_product_flash_attention"
     return getattr(torch.ops.aten, f"{name}_backward" if device == "cuda" else f"{name}_for_cpu_backward")
+
+
+def cudnn_attention() -> OpOverloadPacket:
+    """Return the operator of fused attention by cuDNN on a GPU.
+
+    Touches `torch.ops.aten._scaled_dot_product_cudnn_attention` (torch 2.6 to 2.15; promised to nobody, so
+    `kernels.fused` tries it before it trusts it). Without it the operator of `fused_attention` is taken, which takes
+    twice as long on an H100.
+    """
+    return torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 def fused_takes_groups(device: str) -> bool:

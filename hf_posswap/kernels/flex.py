@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.kernels.fused import works_correctly
+from hf_posswap.compat.torch_dispatch import works_correctly
 from hf_posswap.utils.devices import device_type, is_standing_for
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One fused attention call that also returns the logarithm of its softmax sums, and its gradient; a test of kernels.
+"""One fused attention call that also returns the logarithm of its softmax sums, and its gradient.
 
 PyTorch's public `scaled_dot_product_attention` does not return those sums; the operators below it do, but they are
 private. So they are looked up by name, and tested once in each process against the formula: if that fails, `available`
@@ -10,7 +10,6 @@ Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithm 1.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,44 +17,16 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_dispatch import (
+    TOLERANCE,
+    cudnn_attention,
     fused_attention,
     fused_attention_backward,
     fused_takes_groups,
     without_modes,
+    works_correctly,
 )
-from hf_posswap.errors import BackendWarning
+from hf_posswap.compat.torch_tensors import is_fake
 from hf_posswap.utils.devices import attended_dtype, device_type, is_standing_for
-from hf_posswap.utils.format import said_by
-
-TOLERANCE = {"cpu": 1e-5, "cuda": 5e-2}
-"""Maximum difference of a kernel's result from the formula: in float32, and on a GPU in bfloat16."""
-
-
-def works_correctly(kernel: str, device: str, error: Callable[[str], float]) -> bool:
-    """Return whether a kernel works correctly on `device`; warn if not.
-
-    Args:
-        kernel: the kernel's name in the warning.
-        device: the device type.
-        error: runs the kernel on the device, and returns its largest difference from the formula.
-    """
-    try:
-        with without_modes(), torch.autocast(device, enabled=False):  # autocast would reduce the formula's precision
-            difference = error(device)
-    except Exception as problem:  # any error means that the kernel does not work
-        reason = f"{type(problem).__name__}: {said_by(problem)}"
-    else:
-        if difference <= TOLERANCE[device]:
-            return True
-        reason = f"its results differ from the formula by {difference:.1e}"
-    warnings.warn(
-        f"hf_posswap's {kernel} does not work on torch {torch.__version__}, {device} ({reason}). "
-        "The plain paths are used instead: the same results, slower and with more memory.",
-        BackendWarning,
-        stacklevel=3,
-    )
-    return False
-
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -79,6 +50,8 @@ def forward(
     """
     if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
+        if _gains_by_cudnn(query, key):
+            return _by_cudnn(query, key, value, scaling=scaling, causal=causal)
         out, sums, *_ = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=scaling)
         return out, sums[..., : query.shape[2]]
     given = query, *_for_heads(query.shape[1], key, value)
@@ -115,6 +88,53 @@ def backward(
     to_query, *grads = backward(grad, query, *shared, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
     to_key, to_value = (_by_group(x, key.shape[1]) for x in grads)
     return to_query, to_key, to_value
+
+
+MIN_CUDNN_QK_PAIRS = 2**20
+"""Pairs of a query and a key (1024 x 1024) from which a GPU's call is cuDNN's: it makes a plan for each shape."""
+
+
+def _gains_by_cudnn(query: Tensor, key: Tensor) -> bool:
+    if query.shape[2] * key.shape[2] < MIN_CUDNN_QK_PAIRS or query.shape[-1] > 128 or is_standing_for():
+        return False
+    return not is_fake(query) and cudnn_available(query.device)
+
+
+def _by_cudnn(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, sums, *_ = cudnn_attention()(query, key, value, None, True, 0.0, causal, False, scale=scaling)
+    return out, sums.reshape(query.shape[:3])  # [B, H, Q, 1] in some releases
+
+
+@functools.cache
+def cudnn_available(device: torch.device) -> bool:
+    """Return whether cuDNN's attention is the fastest on a GPU (from Hopper on), and correct in this process.
+
+    If not, the call is that of every GPU, with the same results.
+    """
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    try:
+        with without_modes(), torch.autocast("cuda", enabled=False):
+            return _cudnn_error(device) <= TOLERANCE["cuda"]
+    except Exception:  # any error means that it does not work here
+        return False
+
+
+def _cudnn_error(device: torch.device) -> float:
+    """Return the largest difference from the formula, of the gradients by the other call from its results too."""
+    source = torch.Generator(device="cpu").manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source, device="cpu").to(device, torch.bfloat16)
+
+    differences = []
+    with torch.inference_mode(False), torch.no_grad(), torch.device(device):
+        for width, queries, causal in ((64, 128, True), (128, 128, True), (64, 96, False)):
+            query, key, value = noise(2, 4, queries, width), noise(2, 2, 128, width), noise(2, 2, 128, width)
+            grad = noise(2, 4, queries, width)
+            case = {"causal": causal, "bias": None}
+            differences.append(_case_error(query, key, value, grad, case, _by_cudnn))
+    return max(differences)
 
 
 def _for_heads(heads: int, *shared: Tensor) -> list[Tensor]:
@@ -172,9 +192,17 @@ def _error(device: str) -> float:
         return max(_case_error(query, key, value, grad, case) for case in cases)
 
 
-def _case_error(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, case: dict[str, Any]) -> float:
-    settings = {"scaling": 0.4, **case}
-    out, sums = forward(query, key, value, **settings)
+def _case_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    case: dict[str, Any],
+    call: Callable[..., tuple[Tensor, Tensor]] = forward,
+) -> float:
+    settings = {"scaling": 0.4 if query.shape[-1] < 64 else query.shape[-1] ** -0.5, **case}
+    given = {name: setting for name, setting in settings.items() if name != "bias" or call is not _by_cudnn}
+    out, sums = call(query, key, value, **given)
     results = (out, sums, *backward(grad, query, key, value, out, sums, **settings))
     expected = _formula(query.float(), key.float(), value.float(), grad.float(), **settings)
     return max(float((a.float() - b).abs().max()) for a, b in zip(results, expected, strict=True))

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_posswap.compat import torch_dispatch
 from hf_posswap.compat.torch_dispatch import WIDENED, PrivateRandomness, gpu_autocast
 from hf_posswap.compat.torch_tensors import fake_mode
+from hf_posswap.errors import BackendWarning
 
 aten = torch.ops.aten
 
@@ -266,3 +267,28 @@ def test_with_autograd() -> None:
     operator = torch.library.custom_op("tests_posswap::twice", kernel, mutates_args=(), schema="(Tensor x) -> Tensor")
     x = torch.arange(3.0, requires_grad=True)
     assert torch.equal(operator(x), 2 * torch.arange(3.0))
+
+
+def test_works_correctly(recwarn: pytest.WarningsRecorder) -> None:
+    def tried(device: str) -> float:
+        return float(torch.ones(1, device=device)) - 1  # a fake tensor has no number
+
+    def failing(device: str) -> float:
+        raise RuntimeError
+
+    with fake_mode(), torch.autocast("cpu"):
+        assert torch_dispatch.works_correctly("a kernel", "cpu", tried)
+    assert not torch_dispatch.works_correctly("a kernel", "cpu", failing)
+    assert torch_dispatch.works_correctly("a kernel", "cpu", lambda device: torch_dispatch.TOLERANCE[device])
+    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: float("nan"))
+    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: 1 / 0)
+    said = [str(each.message) for each in recwarn if each.category is BackendWarning]
+    reasons = ("RuntimeError", "differ from the formula by nan", "ZeroDivisionError: division by zero")
+    assert len(said) == 3
+    assert all(reason in message for reason, message in zip(reasons, said, strict=True))
+
+
+def test_cudnn_attention() -> None:
+    names = torch_dispatch.argument_names(torch_dispatch.cudnn_attention().default)
+    assert names[:5] == ["query", "key", "value", "attn_bias", "compute_log_sumexp"]
+    assert names[5:] == ["dropout_p", "is_causal", "return_debug_mask", "scale"]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_posswap import patch_model, set_backend
+from hf_posswap import patch_model, rope_math, set_backend
+from hf_posswap.compat.torch_dispatch import fused_attention
+from hf_posswap.geometry import Layout
 from hf_posswap.kernels import fused
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.rope_math import CosSin, compile_rotation, rotate
@@ -47,6 +49,20 @@ def assert_alike(plain: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 
 def test_the_fused_call_is_right_here() -> None:
     assert fused.available("cuda")
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(2048, 2048, True), (1500, 3000, False)])
+def test_cudnn_gives_the_results_of_the_other_call(queries: int, keys: int, causal: bool) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("cuDNN is taken from Hopper on")
+    assert fused.cudnn_available(torch.device("cuda", torch.cuda.current_device()))
+    query = torch.randn(2, queries, 9, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(2, 3, keys, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert fused._gains_by_cudnn(query, key)
+    out, sums = fused.forward(query, key, value, scaling=0.125, causal=causal)
+    expected, expected_sums = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=0.125)[:2]
+    torch.testing.assert_close(out, expected, atol=2**-8, rtol=2**-7)
+    torch.testing.assert_close(sums, expected_sums[..., :queries], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["self_extend", "rerope", "dual_chunk"])
@@ -104,3 +120,20 @@ def test_a_compiled_rotation_in_bfloat16() -> None:
         assert (rotate(x, table, "half") - expected).abs().max() <= 2**-6
     finally:
         compile_rotation(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", rope_math.LAYOUTS)
+def test_the_kernel_is_the_rotation_bit_by_bit(dtype: torch.dtype, layout: Layout) -> None:
+    assert rope_math.kernel_available()
+    wide = torch.randn(2, 1024, 3, 4, 80, device="cuda", dtype=dtype).unbind(2)[1].transpose(1, 2)
+    angles = torch.rand(2, 1, 1024, 32, device="cuda") * 6
+    table = CosSin(angles.cos(), angles.sin())
+    x, other = (wide.detach().requires_grad_() for _ in range(2))
+    assert rope_math._fits_kernel(x, table)
+    found, expected = rotate(x, table, layout), rope_math._joined(other, *table, layout)
+    assert torch.equal(found, expected)
+    weight = torch.randn_like(found)
+    for out in (found, expected):
+        out.backward(weight)
+    torch.testing.assert_close(x.grad, other.grad, rtol=2**-7, atol=1e-5)
