@@ -99,11 +99,28 @@ def _compiled(device: str) -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
 
 
+BLOCK = 128
+"""Queries, and keys, of a block of a mask."""
+
+
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(rows: int, columns: int, device: torch.device) -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return the causal mask by blocks, from their bounds: `create_block_mask` would hold all of [Q, K]."""
+    from torch.nn.attention.flex_attention import BlockMask
 
-    return create_block_mask(_is_past, None, None, rows, columns, device=str(device))
+    with torch.device(device):
+        row, column = torch.arange(0, rows, BLOCK)[:, None], torch.arange(0, columns, BLOCK)
+        seen = column < (row + BLOCK).clamp(max=rows)  # [Q/128, K/128]
+        # a block that the text ends in is never whole
+        whole = (column + BLOCK <= row + 1) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
+        listed = [part for blocks in (seen & ~whole, whole) for part in _listed(blocks)]
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=_is_past, seq_lengths=(rows, columns))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row of `blocks` [Q/128, K/128] has, [1, 1, Q/128], and their indices, those first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def _is_past(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -119,20 +136,27 @@ def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
         return False  # flex_attention has no gradient on a CPU
-    return is_standing_for() or flex_available(device)
+    return is_standing_for() or flex_available(device, differentiated)
 
 
 @functools.cache
-def flex_available(device: str) -> bool:
-    """Return whether compiled flex_attention works correctly on `device`; warn once if not."""
+def flex_available(device: str, differentiated: bool) -> bool:
+    """Return whether compiled flex_attention works correctly on `device`; warn once if not.
+
+    Its gradient is compiled and tried where it is wanted alone: it takes twice as long as the rest.
+    """
     lengths = (160,) if device == "cpu" else (160, 200)  # the second length triggers dynamic code
-    return works_correctly("flex_attention", device, lambda device: max(_error(device, length) for length in lengths))
+
+    def error(device: str) -> float:
+        return max(_error(device, length, differentiated) for length in lengths)
+
+    return works_correctly("flex_attention", device, error)
 
 
-def _error(device: str, length: int) -> float:
-    """Return the largest difference between `attend_read` and the formula, and of its gradients on a GPU."""
+def _error(device: str, length: int, learned: bool) -> float:
+    """Return the largest difference between `attend_read` and the formula, and of its gradients if `learned`."""
     source = torch.Generator("cpu").manual_seed(0)
-    dtype, learned = (torch.bfloat16, True) if device == "cuda" else (torch.float32, False)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = (2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16), (4, length)
     with torch.inference_mode(False), torch.set_grad_enabled(learned):
         drawn = [torch.randn(*shape, generator=source, device="cpu").to(device, dtype) for shape in shapes]

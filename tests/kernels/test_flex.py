@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -174,3 +175,20 @@ def test_flex_on_a_gpu_gives_gradients_and_needs_memory_of_order_length() -> Non
         model(ids, use_cache=False)
     dense = 4 * 4096**2 * 4  # [H, Q, K] in float32
     assert torch.cuda.max_memory_allocated() - before < dense / 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (128, 128), (129, 129), (300, 300), (1000, 1000), (300, 200), (200, 300)]
+)
+def test_the_blocks_of_the_causal_mask_are_those_of_torch(rows: int, columns: int) -> None:
+    found = flex._causal_blocks(rows, columns, torch.device("cpu"))
+    expected = create_block_mask(flex._is_past, None, None, rows, columns, device="cpu")
+    assert found.seq_lengths == expected.seq_lengths
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = f"{kind}_num_blocks", f"{kind}_indices"
+        count = getattr(expected, counts)
+        assert torch.equal(getattr(found, counts), count)
+        ours, theirs = getattr(found, indices), getattr(expected, indices)
+        assert ours.dtype == theirs.dtype == torch.int32
+        listed = torch.arange(ours.shape[-1]) < count[..., None]
+        assert torch.equal(ours[listed], theirs[listed])

@@ -302,7 +302,7 @@ def test_the_smallest_change_is_found(folders: dict[str, Path]) -> None:
     room = (needs + least) // 2
     card = dataclasses.replace(CARDS["h100"], memory=int((room + (1 << 30)) / 0.96) + 1)
     lines: list[str] = []
-    found = dry_run(large, card=card, say=lines.append)
+    found = dry_run(large, gpu=card, say=lines.append)
     assert found.fits is False
     assert found.change is not None
     assert found.change.said == "training.per_device_train_batch_size=4 training.gradient_accumulation_steps=2"
