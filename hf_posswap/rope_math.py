@@ -302,7 +302,9 @@ def _fits_kernel(x: Tensor, table: CosSin) -> bool:
     """Return whether a GPU's one kernel supports these tensors, and is correct in this process."""
     if device_type(x) != "cuda" or not all(part.dtype == torch.float32 and part.stride(-1) == 1 for part in table):
         return False
-    return x.dtype in _KERNEL_DTYPES and (is_standing_for() or (not is_fake(x) and kernel_available()))
+    if x.dtype not in _KERNEL_DTYPES or is_fake(x) != is_standing_for():
+        return False
+    return is_standing_for() or kernel_available()
 
 
 def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:

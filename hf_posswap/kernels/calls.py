@@ -175,10 +175,7 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
     """Return attention [B, H, Q, D] and the logarithm of its sums [B, H, Q]."""
     query = tensors[0]
     share = query.shape[1] // value.shape[1]
-    batch, heads, length, width = query.shape
-    # memory layout for the following layer
-    whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
-    total = torch.full(query.shape[:3], -torch.inf, dtype=fused.bias_dtype(query.dtype), device=query.device)
+    joined: tuple[Tensor, Tensor] | None = None
     for call in calls:
         out, sums = fused.forward(
             call.query_rows(tensors[2 * call.pair]),
@@ -187,14 +184,24 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
             **_settings(call, scaling),
         )
         out, sums = call.query_back(out, 0.0), call.query_back(sums, -torch.inf)
-        if len(calls) == 1 and out.shape == query.shape:
-            return out, sums
-        views = call.view(whole, 1, call.queries), call.view(total, 1, call.queries)
+        if joined is None and out.shape == query.shape:
+            joined = out, sums  # of all queries: the other calls are joined to it
+            continue
+        joined = joined or _nothing(query)
+        whole, total = (call.view(x, 1, call.queries) for x in joined)
         if call.is_first:
-            views[0].copy_(out)
-            views[1].copy_(sums)
+            whole.copy_(out)
+            total.copy_(sums)
         else:
-            _join(*views, out, sums)
+            _join(whole, total, out, sums)
+    return joined or _nothing(query)
+
+
+def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what attention to no key gives: zeros, in the memory layout for the following layer, and -inf."""
+    batch, heads, length, width = query.shape
+    whole = query.new_zeros(batch, length, heads, width).transpose(1, 2)
+    total = torch.full(query.shape[:3], -torch.inf, dtype=fused.bias_dtype(query.dtype), device=query.device)
     return whole, total
 
 

@@ -113,8 +113,10 @@ def _causal_blocks(rows: int, columns: int, device: torch.device) -> BlockMask:
         seen = column < (row + BLOCK).clamp(max=rows)  # [Q/128, K/128]
         # a block that the text ends in is never whole
         whole = (column + BLOCK <= row + 1) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
-        listed = [part for blocks in (seen & ~whole, whole) for part in _listed(blocks)]
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=_is_past, seq_lengths=(rows, columns))
+        (count, order), (whole_count, whole_order) = _listed(seen & ~whole), _listed(whole)
+    return BlockMask.from_kv_blocks(
+        count, order, whole_count, whole_order, BLOCK_SIZE=BLOCK, mask_mod=_is_past, seq_lengths=(rows, columns)
+    )
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -198,11 +198,11 @@ def _case_error(
     value: Tensor,
     grad: Tensor,
     case: dict[str, Any],
-    call: Callable[..., tuple[Tensor, Tensor]] = forward,
+    call: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> float:
     settings = {"scaling": 0.4 if query.shape[-1] < 64 else query.shape[-1] ** -0.5, **case}
-    given = {name: setting for name, setting in settings.items() if name != "bias" or call is not _by_cudnn}
-    out, sums = call(query, key, value, **given)
+    given = {name: setting for name, setting in settings.items() if name != "bias" or call is None}
+    out, sums = (call or forward)(query, key, value, **given)
     results = (out, sums, *backward(grad, query, key, value, out, sums, **settings))
     expected = _formula(query.float(), key.float(), value.float(), grad.float(), **settings)
     return max(float((a.float() - b).abs().max()) for a, b in zip(results, expected, strict=True))

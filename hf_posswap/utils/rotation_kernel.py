@@ -6,22 +6,41 @@ each process before it takes it.
 
 from __future__ import annotations
 
+import functools
+from typing import Any, TypeAlias
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS = 2048
 """Pairs of a block."""
+constexpr: TypeAlias = Any
+"""Triton reads the name: such an argument is a constant of the kernel."""
+tl: Any = None
+"""Triton's language, by the name that its kernels use, from the first call on."""
 
 
-@triton.jit  # type: ignore[misc]
+@functools.cache
+def _kernel() -> Any:
+    """Return `_rotate` for a GPU.
+
+    Raises:
+        ImportError: torch is a build without Triton.
+    """
+    global tl
+    import triton
+    import triton.language as tl
+
+    return triton.jit(_rotate)
+
+
 def _rotate(
-    x, out, cos, sin, heads, tokens, blocks,
-    xb, xh, xq, xd, ob, oh, oq, od, cb, ch, cq, sb, sh, sq,
-    HALF: tl.constexpr, PAIRS: tl.constexpr, PASSED: tl.constexpr, PASSED_WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    x: Any, out: Any, cos: Any, sin: Any, heads: Any, tokens: Any, blocks: Any,
+    xb: Any, xh: Any, xq: Any, xd: Any, ob: Any, oh: Any, oq: Any, od: Any,
+    cb: Any, ch: Any, cq: Any, sb: Any, sh: Any, sq: Any,
+    HALF: constexpr, PAIRS: constexpr, PASSED: constexpr, PASSED_WIDTH: constexpr,
+    INTERLEAVED: constexpr, TOKENS: constexpr,
+) -> None:  # fmt: skip
     """Write the rotation of a block of tokens of one head; b, h, q and d are strides."""
     place = tl.program_id(0)
     head = (place % heads).to(tl.int64)
@@ -63,15 +82,20 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
     if not x.numel():
         return out
     tables = [table.expand(batch, heads, tokens, half) for table in (cos, sin)]
-    pairs, passed = triton.next_power_of_2(half), width - 2 * half
+    pairs, passed = _power_of_two(half), width - 2 * half
     block = max(1, _ELEMENTS // pairs)
-    blocks = triton.cdiv(tokens, block)
+    blocks = -(-tokens // block)
     strides = [stride for table in tables for stride in table.stride()[:3]]
     with torch.cuda.device_of(x):  # Triton launches on the current one
         # without fusion to multiply-adds the results are those of PyTorch's operators, bit by bit
-        _rotate[(batch * heads * blocks,)](
+        _kernel()[(batch * heads * blocks,)](
             x, out, *tables, heads, tokens, blocks, *x.stride(), *out.stride(), *strides, HALF=half, PAIRS=pairs,
-            PASSED=passed, PASSED_WIDTH=triton.next_power_of_2(max(1, passed)), INTERLEAVED=interleaved, TOKENS=block,
+            PASSED=passed, PASSED_WIDTH=_power_of_two(passed), INTERLEAVED=interleaved, TOKENS=block,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not less than `number`."""
+    return 1 << max(0, number - 1).bit_length()

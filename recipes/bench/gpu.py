@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model
-from hf_posswap import rope_math as rotary
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read
@@ -74,24 +74,17 @@ def _noise(device: str, *shape: int) -> Tensor:
 
 
 def _rope(device: str, small: bool) -> Case:
-    """Return RoPE compared with a copy: 70 % of the copy's bandwidth is a ratio of 1.43."""
+    """Return RoPE in the memory layout of a model's, compared with a copy: 70 % of its bandwidth is a ratio of 1.43."""
     length = 64 if small else 32768
-    q, k = _noise(device, 1, 32, length, 128), _noise(device, 1, 8, length, 128)
-    angles = Frequencies(default_inv_freq(10000.0, 128).to(device))
-    table = cos_sin(torch.arange(length, device=device)[None], angles)
-
-    rotary.compile_rotation()
-    kernel = rotary._compiled
-    rotary.compile_rotation(False)
-    assert kernel is not None
-
-    def ours() -> tuple[Tensor, Tensor]:
-        return kernel(q, *table, "half"), kernel(k, *table, "half")
-
-    def eager() -> tuple[Tensor, Tensor]:
-        return rotate(q, table, "half"), rotate(k, table, "half")
-
-    ways: dict[str, Callable[[], Any]] = {"ours": ours, "eager": eager, "copy": lambda: (q.clone(), k.clone())}
+    q, k = (_noise(device, 1, length, heads, 128).transpose(1, 2) for heads in (32, 8))
+    table = cos_sin(torch.arange(length, device=device)[None], Frequencies(default_inv_freq(10000.0, 128).to(device)))
+    cos, sin = (torch.cat((half[:, 0], half[:, 0]), dim=-1) for half in table)
+    theirs = cos.to(q.dtype), sin.to(q.dtype)
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": lambda: (rotate(q, table, "half"), rotate(k, table, "half")),
+        "transformers": lambda: apply_rotary_pos_emb(q, k, *theirs),
+        "copy": lambda: (q.clone(), k.clone()),
+    }
     return Case(
         f"RoPE, {length} tokens", ways, {"copy": 1 / 0.7}, tolerance=5e-2, unlike=frozenset({"copy"}), device=device,
         memory={} if device == "cuda" else None,
