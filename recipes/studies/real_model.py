@@ -90,6 +90,7 @@ class Reader:
         scaled: whether its factor is the length divided by the window.
         recipe: that trains it, by name; None: it is not trained.
         settings: of the recipe.
+        fit: windows of the training text to which the bias is fitted before all; 0: it is not.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Reader:
     scaled: bool = False
     recipe: str | None = None
     settings: tuple[str, ...] = ()
+    fit: int = 0
 
     @property
     def sliding(self) -> bool:
@@ -121,7 +123,7 @@ READERS = (
     Reader("yarn, LoRA", "yarn", scaled=True, recipe="yarn", settings=(_LORA, "training.learning_rate=3e-4")),
     Reader(CONTROL, recipe="control"),
 )
-_TAUGHT = ("swap.centre=false", "swap.fit=0", "objective.distill.weight=0.9", "objective.distill.states=1.0")
+_TAUGHT = ("swap.centre=false", "objective.distill.weight=0.9", "objective.distill.states=1.0")
 MECHANISMS = (
     Reader("p_rope 0.75", "p_rope", {"p": 0.75}, recipe="distill", settings=_TAUGHT),
     Reader("p_rope 0.5", "p_rope", {"p": 0.5}, recipe="distill", settings=_TAUGHT),
@@ -191,7 +193,7 @@ class Setting:
         options = {
             name: value
             for name, value in context.params.items()
-            if name not in ("only", "threads", "device", "ask_tasks", "task", "lengths")
+            if name not in ("only", "threads", "device", "task", "lengths")
         }
         return {
             "study": study,
@@ -409,15 +411,14 @@ def tasks(
         train_documents=train_documents, work=work,
     )  # fmt: skip
     readers = [reader for reader in setting.wanted(READERS, only) if not reader.sliding]
-    if unknown := sorted(set(task or ()) - {CHOICE, *TASKS}):
-        raise OptionError(f"--task {', '.join(unknown)}: there are {', '.join((CHOICE, *TASKS))}.")
+    chosen = _known_tasks(task) or None
     head = setting.head("tasks", context) | {"reach": reach, "samples": samples, "tokens": tokens}
     head["prompts"] = prompts_digest(setting)
     results = Results(out / "tasks.json", head, ("model", "dtype", "reach", "samples", "tokens", "prompts"))
     for reader in readers:
         with _reading(setting, reader, reach, tokens) as model:
             named = {"reader": reader.name}
-            ask(results, Scorer(model), setting, named, sorted(lengths or LENGTHS), samples, tasks=task)
+            ask(results, Scorer(model), setting, named, sorted(lengths or LENGTHS), samples, tasks=chosen)
     typer.echo(markdown(head | {"units": results.units}))
 
 
@@ -494,7 +495,7 @@ def within(
     documents: Documents = 16,
     step: Annotated[int, typer.Option(help="Tokens of an optimizer step.")] = 2 * SHORT,
     rates: Annotated[list[float] | None, typer.Option(help="Learning rates to try; repeated.")] = None,
-    ask_tasks: Annotated[bool, typer.Option("--tasks/--no-tasks", help="Whether to ask the tasks too.")] = True,
+    task: Annotated[list[str] | None, typer.Option(help="Names of tasks to ask too, repeated.")] = None,
     only: Only = None,
     work: Work = None,
     device: Device = "cpu",
@@ -506,32 +507,54 @@ def within(
         base, valid, SHORT * WINDOWS, documents, placed=(device, dtype, threads), train=train,
         train_documents=train_documents, work=work,
     )  # fmt: skip
+    tasks = _known_tasks(task)
     budgets = sorted(tokens or (1 << 18, 1 << 20))
-    head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS, "step": step}
-    prompts = {"prompts": prompts_digest(setting)} if ask_tasks else {}
-    results = Results(out / "within.json", head | prompts, ("short", "windows", "step", *prompts))
-    _short(results, setting, {"mechanism": BASE, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
+    head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS}
+    prompts = {"prompts": prompts_digest(setting)} if set(tasks) & set(TASKS) else {}
+    results = Results(out / "within.json", head | prompts, ("short", "windows", *prompts))
+    _short(results, setting, {"mechanism": BASE, "tokens": 0, "dtype": dtype}, setting.model, tasks)
     for reader in setting.wanted(MECHANISMS, only):
-        assert reader.scheme is not None
-        hf_posswap.patch_model(setting.model, reader.scheme, **reader.options)
-        _short(results, setting, {"mechanism": reader.name, "tokens": 0, "dtype": dtype}, setting.model, ask_tasks)
-        hf_posswap.unpatch_model(setting.model)
+        with _put_in(setting, reader):
+            _short(results, setting, {"mechanism": reader.name, "tokens": 0, "dtype": dtype}, setting.model, tasks)
         rate = _best_rate(setting, reader, budgets[0], step, rates or RATES)
         for budget in budgets:
             run = _run_within(setting, reader, budget, step, rate)
             run.finish()
             model = hf_posswap.load(run.model, dtype=setting.model.dtype).eval().to(device)
-            _short(
-                results,
-                setting,
-                {"mechanism": reader.name, "tokens": budget, "dtype": dtype, "rate": rate},
-                model,
-                ask_tasks,
-            )
+            named = {"mechanism": reader.name, "tokens": budget, "dtype": dtype, "rate": rate, "step": step}
+            _short(results, setting, named, model, tasks)
     typer.echo(markdown(head | {"units": results.units}))
 
 
-def _short(results: Results, setting: Setting, named: dict[str, Any], model: Any, tasks: bool) -> None:
+def _known_tasks(task: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of tasks that were given.
+
+    Raises:
+        OptionError: one is unknown.
+    """
+    if unknown := sorted(set(task or ()) - {CHOICE, *TASKS}):
+        raise OptionError(f"--task {', '.join(unknown)}: there are {', '.join((CHOICE, *TASKS))}.")
+    return tuple(task or ())
+
+
+@contextmanager
+def _put_in(setting: Setting, reader: Reader) -> Iterator[None]:
+    """Swap the base to a reader's mechanism, fitted to texts of the training where it asks so, and back."""
+    assert reader.scheme is not None
+    scheme: Any = reader.scheme
+    if reader.fit:
+        texts = read_documents(
+            [Path(path) for path in setting.train], setting.tokenizer, length=SHORT, limit=reader.fit
+        )
+        scheme = hf_posswap.fit_bias(setting.model, scheme, list(texts.tokens))
+    hf_posswap.patch_model(setting.model, scheme, **reader.options)
+    try:
+        yield
+    finally:
+        hf_posswap.unpatch_model(setting.model)
+
+
+def _short(results: Results, setting: Setting, named: dict[str, Any], model: Any, tasks: Sequence[str]) -> None:
     """Measure the loss of each document in short windows, and the tasks at their length."""
     for digest, ids in zip(setting.texts.digests, setting.texts.tokens, strict=True):
 
@@ -541,12 +564,17 @@ def _short(results: Results, setting: Setting, named: dict[str, Any], model: Any
 
         results.add(named | {"document": digest}, measure)
     if tasks:
-        ask(results, Scorer(model), setting, named, (SHORT,), 20)
+        ask(results, Scorer(model), setting, named, (SHORT,), 20, tasks=tasks)
 
 
 def _run_within(setting: Setting, reader: Reader, tokens: int, step: int, rate: float) -> Any:
     options = "".join(f":{key}={value}" for key, value in reader.options.items())
-    own = [f"swap.scheme={reader.scheme}{options}", f"swap.max_length={setting.window}", f"data.length={SHORT}"]
+    own = [
+        f"swap.fit={reader.fit}",
+        f"swap.scheme={reader.scheme}{options}",
+        f"swap.max_length={setting.window}",
+        f"data.length={SHORT}",
+    ]
     own += [f"training.per_device_train_batch_size={step // SHORT}", f"training.learning_rate={rate}"]
     shared = [key for key in _shared(setting, tokens, step) if "per_device" not in key]
     return make_run(RECIPES / f"{reader.recipe}.yaml", [*shared, *reader.settings, *own], setting.work)

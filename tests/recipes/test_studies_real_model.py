@@ -198,7 +198,7 @@ def test_what_other_mechanisms_keep_is_measured_by_tokens(tmp_path: Path) -> Non
     base_in(tmp_path / "base")
     texts_in(tmp_path / "texts", words=1900)
     options = ("--train", str(tmp_path / "texts"), "--tokens", "8192", "--rates", "1e-3", "--rates", "1e-9")
-    result, out = run(tmp_path, "within", *options, "--only", "nope", "--documents", "2", "--no-tasks")
+    result, out = run(tmp_path, "within", *options, "--only", "nope", "--documents", "2")
     assert result.exit_code == 0, result.output
     units = json.loads((out / "within.json").read_text())["units"]
     assert [(unit["mechanism"], unit["tokens"]) for unit in units] == [("base", 0)] * 2 + [("nope", 0)] * 2 + [
