@@ -14,7 +14,7 @@ from hf_posswap.plotting import canvas
 from hf_posswap.utils.atomic_io import replacing
 from recipes.studies.goals import row_name
 from recipes.studies.measuring import MULTIPLES
-from recipes.studies.real_model_tables import SLIDING, by_reader
+from recipes.studies.real_model_tables import KEPT, SLIDING, above_base, by_reader
 
 _UNSWAPPED = ("s", "o", "*")
 """Markers of the unswapped base's results."""
@@ -106,6 +106,47 @@ def draw_beyond(result: dict[str, Any], path: Path) -> None:
         f"{name}: {result['length']:,} tokens read at once",
         f"{count} books, 95 % intervals; 0: the base's sliding window",
     )
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def draw_kept(result: dict[str, Any], path: Path) -> None:
+    """Plot what other mechanisms lose by `recipes.studies.real_model within`, by tokens of training, to `path` (PNG).
+
+    Only mechanisms that were trained are drawn, in the dtype of most budgets.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        CheckpointError: the place cannot be written.
+    """
+    above = above_base(result["units"])
+    shown: dict[str, dict[int, dict[str, float]]] = {}
+    for (name, _), budgets in above.items():
+        if max(budgets) and len(budgets) > len(shown.get(name, ())):
+            shown[name] = budgets
+    if not shown:
+        return
+    picture, (ax,) = canvas.figure(8.0, 4.6, columns=1)
+    least = min(tokens for budgets in shown.values() for tokens in budgets if tokens)
+    for number, (name, budgets) in enumerate(shown.items()):
+        colour, places = canvas.COLOURS[number % len(canvas.COLOURS)], sorted(budgets)
+        losses = [np.array(list(budgets[tokens].values())) for tokens in places]
+        ends = np.array([ratio_interval(loss, np.ones(len(loss))) or (loss.mean(),) * 2 for loss in losses])
+        at = [tokens or least / 2 for tokens in places]
+        middle = np.array([loss.mean() for loss in losses])
+        spans = np.stack([middle - ends[:, 0], ends[:, 1] - middle])
+        ax.errorbar(at, middle, yerr=spans, marker="o", markersize=4, capsize=2, color=colour, label=name)
+    ax.axhline(-np.log(KEPT), color=_CONTROL, linewidth=1, linestyle="--")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ticks = [least / 2, *sorted({tokens for budgets in shown.values() for tokens in budgets if tokens})]
+    ax.set_xticks(ticks, ["none", *(f"{tokens / 2**20:.2g} M" for tokens in ticks[1:])])
+    ax.minorticks_off()
+    ax.set_xlabel(f"tokens of training (M: {2**20:,})")
+    ax.set_ylabel("nats a token above the base")
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    name = result["model"]["name"].partition(".")[0]
+    canvas.title(ax, f"{name}: other mechanisms, by tokens", f"95 % intervals; the dashed line: {KEPT:.0%} kept")
     with replacing(path) as temporary:
         picture.savefig(temporary, format="png", metadata={"Software": None})
 

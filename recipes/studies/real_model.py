@@ -49,7 +49,7 @@ from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 from hf_posswap.utils.gguf_source import checkpoint_of
 from recipes.studies.measuring import INTERVALS
-from recipes.studies.pictures import draw_beyond
+from recipes.studies.pictures import draw_beyond, draw_kept
 from recipes.studies.real_model_tables import BASE, CHOICE, CONTROL, SLIDING, markdown
 from recipes.studies.running import (
     RECIPES,
@@ -523,6 +523,7 @@ def within(
             model = hf_posswap.load(run.model, dtype=setting.model.dtype).eval().to(device)
             named = {"mechanism": reader.name, "tokens": budget, "dtype": dtype, "rate": rate, "step": step}
             _short(results, setting, named, model, tasks)
+    draw_kept(head | {"units": results.units}, results.path.with_suffix(".png"))
     typer.echo(markdown(head | {"units": results.units}))
 
 

@@ -17,6 +17,9 @@ BASE, SLIDING, CONTROL = "base", "sliding window", "control, sliding window"
 CHOICE = "continuation"
 """The task of choosing a passage's continuation among four."""
 
+KEPT = 0.98
+"""Of the base, which LinearARD reports for a 7B model after 4.25 M tokens."""
+
 Units = Sequence[Mapping[str, Any]]
 
 
@@ -139,36 +142,126 @@ def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
     return lines
 
 
+def above_base(units: Units) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+    """Return the loss above the base's by mechanism and dtype, by tokens of training, by document.
+
+    Documents that the base did not read in the same dtype are left out.
+    """
+    means = _document_means(units)
+    above: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for (name, dtype, tokens, document), mean in means.items():
+        before = means.get((BASE, dtype, 0, document))
+        if before is not None:
+            above.setdefault((name, dtype), {}).setdefault(tokens, {})[document] = mean - before
+    return above
+
+
+def _document_means(units: Units) -> dict[tuple[str, str, int, str], float]:
+    """Return the loss by mechanism, dtype, tokens and document."""
+    return {
+        (unit["mechanism"], unit["dtype"], unit["tokens"], unit["document"]): float(np.mean(unit["nll"]))
+        for unit in units
+        if "nll" in unit
+    }
+
+
+def tokens_to_keep(
+    budgets: Mapping[int, Mapping[str, float]], share: float, *, draws: int = 2000
+) -> list[float] | None:
+    """Return the tokens after which `share` of the base would be kept, and the ends of its 95 % interval.
+
+    The loss above the base's goes on falling as between the two largest budgets, by the same power of the tokens. The
+    interval is that of the documents, drawn again and again; whether the power stays is not in it. Infinite: the loss
+    does not fall.
+
+    Args:
+        budgets: of each number of tokens, the loss above the base's in nats a token, by document.
+        share: of the base's perplexity over the model's.
+        draws: of the documents.
+
+    Returns:
+        Three numbers, or None without two budgets above zero that read the same documents, 8 at least.
+
+    Example:
+        >>> falling = {1000: dict.fromkeys(range(8), 0.4), 4000: dict.fromkeys(range(8), 0.2)}  # a half by four times
+        >>> [round(tokens) for tokens in tokens_to_keep(falling, math.exp(-0.1))]
+        [16000, 16000, 16000]
+    """
+    *_, few, many = [0, 0, *sorted(tokens for tokens in budgets if tokens)]
+    documents = sorted(set(budgets.get(few, {})) & set(budgets.get(many, {})))
+    if not few or len(documents) < LEAST_DOCUMENTS:
+        return None
+    losses = np.array([[budgets[tokens][document] for document in documents] for tokens in (few, many)])  # [2, N]
+    chosen = np.random.default_rng(0).integers(len(documents), size=(draws, len(documents)))
+    drawn = losses[:, chosen].mean(axis=2)  # [2, draws]
+    found = [_extrapolated(before, after, few, many, -math.log(share)) for before, after in drawn.T.tolist()]
+    least, most = np.quantile(found, (0.025, 0.975), method="inverted_cdf")
+    before, after = losses.mean(axis=1).tolist()
+    return [_extrapolated(before, after, few, many, -math.log(share)), float(least), float(most)]
+
+
+def _extrapolated(before: float, after: float, few: int, many: int, wanted: float) -> float:
+    """Return the tokens after which a loss, `before` after `few` and `after` after `many`, is as `wanted`."""
+    if after <= wanted:
+        return float(many)
+    if after >= before:
+        return math.inf
+    return many * (many / few) ** (math.log(after / wanted) / math.log(before / after))
+
+
 def _within(result: Mapping[str, Any], units: Units) -> list[str]:
     """Return the loss above the base's, the share of the base that is kept, and the tasks, by tokens of training."""
-    losses: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    above, means = above_base(units), _document_means(units)
     scores: dict[tuple[str, int, str], dict[str, list[float]]] = {}
+    settings: dict[tuple[str, int, str], Mapping[str, Any]] = {}
     for unit in units:
         key = (unit["mechanism"], unit["tokens"], unit["dtype"])
-        if "nll" in unit:
-            losses.setdefault(key, []).append(unit)
-        else:
+        settings.setdefault(key, unit)
+        if "task" in unit:
             scores.setdefault(key, {})[unit["task"]] = unit["scores"]
     tasks = list(dict.fromkeys(unit["task"] for unit in units if "task" in unit))
+    columns = ("mechanism", "tokens", "rate", "step", "dtype", "documents", "nats a token", "above the base", "kept")
     lines = [
         f"Windows of {result['short']} tokens, {result['windows']} of each document of {result['texts']}. "
-        f"{intervals_said(result)} Kept: the base's perplexity over the model's. Tasks: percent right.",
+        f"{intervals_said(result)} Kept: the base's perplexity over the model's. Tasks: percent right. Step: tokens.",
         "",
-        *_head(["mechanism", "tokens", "rate", "dtype", "documents", "nats a token", "above the base", "kept", *tasks]),
+        *_head([*columns, *tasks]),
     ]
-    for key, own in losses.items():
+    for key, unit in settings.items():
         name, tokens, dtype = key
-        before = {unit["document"]: float(np.mean(unit["nll"])) for unit in losses.get((BASE, 0, dtype), ())}
-        after = {unit["document"]: float(np.mean(unit["nll"])) for unit in own}
-        both = [document for document in after if document in before]
-        if not both:
+        documents = above.get((name, dtype), {}).get(tokens, {})
+        if not documents:
             continue
-        old, new = (np.array([means[document] for document in both]) for means in (before, after))
-        rate = f"{own[0]['rate']:g}" if "rate" in own[0] else ""
-        kept = math.exp(old.mean() - new.mean())
-        cells = [name, f"{tokens:,}", rate, dtype, str(len(both)), f"{new.mean():.4f}", _change(old, new, ".4f")]
-        lines.append(_row([*cells, f"{kept:.1%}", *(_percent(scores.get(key, {}).get(task)) for task in tasks)]))
-    return lines
+        new = np.array(list(documents.values()))
+        loss = np.mean([means[name, dtype, tokens, document] for document in documents])
+        rate, step = (
+            f"{unit[field]:{form}}" if field in unit else "" for field, form in (("rate", "g"), ("step", ","))
+        )
+        cells = [name, f"{tokens:,}", rate, step, dtype, str(len(new)), f"{loss:.4f}"]
+        cells += [_change(np.zeros(len(new)), new, ".4f"), f"{math.exp(-new.mean()):.1%}"]
+        lines.append(_row([*cells, *(_percent(scores.get(key, {}).get(task)) for task in tasks)]))
+    return [*lines, *_far(above)]
+
+
+def _far(above: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]) -> list[str]:
+    """Return the tokens that keeping 98 % would take, of the mechanisms that were trained on two budgets or more."""
+    rows = []
+    for (name, dtype), budgets in above.items():
+        found = tokens_to_keep(budgets, KEPT)
+        if found is not None:
+            cells = [f"{tokens / 1e6:,.1f} M" if math.isfinite(tokens) else "never" for tokens in found]
+            rows.append(_row([name, dtype, f"{max(budgets):,}", cells[0], f"{cells[1]} to {cells[2]}"]))
+    if not rows:
+        return []
+    return [
+        "",
+        f"Tokens after which {KEPT:.0%} would be kept, were the loss above the base to go on falling with the power of "
+        "the tokens that it had between the two largest budgets. The interval is of the documents alone: whether that "
+        "power stays is not in it.",
+        "",
+        *_head(["mechanism", "dtype", "trained on", f"{KEPT:.0%} after", "95 % interval"]),
+        *rows,
+    ]
 
 
 def _served(result: Mapping[str, Any], units: Units) -> list[str]:
