@@ -52,8 +52,8 @@ class Alibi(LinearBias):
         interpolation: s >= 1, the target length over the length that the model was trained on with ALiBi: all
             distances then cost what they cost there. The paper recomputes s for each longer input; here it is one
             number, so that a cached and a full forward agree. None means s = 1.
-        slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those closest to a learned
-            table, for each layer.
+        slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those closest to a model's
+            own positions, for each layer.
 
     Example:
         >>> Alibi().traits.relative

@@ -335,7 +335,7 @@ class T5Bias(LinearBias):
         init_std: standard deviation of the normal distribution of the initial table; 0: it starts at zero.
         seed: of those numbers.
         start: the initial table instead: for each bucket a number for each head. `hf_posswap.fit_bias` finds the one
-            closest to a learned table, for each layer.
+            closest to a model's own positions, for each layer.
 
     Example:
         >>> T5Bias().num_buckets, T5Bias().max_distance

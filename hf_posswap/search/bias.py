@@ -1,6 +1,6 @@
-"""Fitting the bias of a new mechanism to the effect of a learned table on attention scores, before any training.
+"""Fitting the bias of a new mechanism to the effect of a model's positions on attention scores, before any training.
 
-`check_fit` says whether a swap can be fitted to the table that it replaces, before anything is changed or read.
+`check_fit` says whether a swap can be fitted to the positions that it replaces, before anything is changed or read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.patching.apply.guard import alone
+from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.schemes import PerLayer, Scheme, make_scheme
+from hf_posswap.schemes import NoPE, PerLayer, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.common.bias import LinearBias
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.profiles import (
     NEGLIGIBLE,
+    ProfileWatch,
+    check_base,
     check_rows,
-    check_table,
     distance_weights,
     distances_of,
     inverse_of_distances,
-    score_profiles,
-    watch_table,
+    read_watched,
+    watch_base,
 )
 from hf_posswap.search.rotation import check_rotation
 from hf_posswap.utils.progress import counted, reporter_for
@@ -43,28 +46,32 @@ _OWNER = "fit_bias"
 def fit_bias(
     model: PreTrainedModel, scheme: Scheme | str | dict[str, object], tokens: TokenRows, *, progress: bool | None = None
 ) -> PerLayer:
-    """Return `scheme` with the bias per layer and head that best approximates the effect of the position table.
+    """Return `scheme` with the bias per layer and head that best approximates the effect of the model's own positions.
 
-    With the table, a layer's scores are s_ij = scaling q_i k_j; without it, and with the fitted biases in the layers
-    before, they are r_ij. The bias b(i - j) of that layer and head is the least-squares fit of their difference,
+    They are a learned table, or a rotation of queries and keys (RoPE, whole or partial). With them, a layer's scores
+    are s_ij = scaling q_i k_j; without them, and with the fitted biases in the layers before, they are r_ij. The bias
+    b(i - j) of that layer and head is the least-squares fit of their difference,
 
         a = argmin over a, c of the sum of (s_ij - r_ij - a(i - j) - c_i)^2,
     b = argmin over b, c of the sum over d of w_d (a(d) - b(d) - c)^2,
 
     The first fit runs over all query-key pairs (i, j) that the layer sees (by causality, and within the window of a
     local layer) in all texts; a is any function, and c_i is free because softmax ignores it. In the second, w_d is the
-    attention that the model with its table pays to distance d, plus 5 % of the total weight spread evenly over the
-    distances that the layer sees. Layers are fitted one after the other, so each corrects the residual of earlier
-    layers. For "alibi" b(d) = -m |d| with m >= 0; for "t5" b is a number per bucket, and buckets without data take the
-    value of the next nearer bucket. The result has six significant digits, is stored in the swap's record, and is never
-    fitted again.
+    attention that the unswapped model pays to distance d, plus 5 % of the total weight spread evenly over the distances
+    that the layer sees. Layers are fitted one after the other, so each corrects the residual of earlier layers. For
+    "alibi" b(d) = -m |d| with m >= 0; for "t5" b is a number per bucket, and buckets without data take the value of the
+    next nearer bucket. The result has six significant digits, is stored in the swap's record, and is never fitted
+    again.
 
-    The swap removes the whole table, including the mean of its rows: call `centre_table(model)` before the fit to keep
+    The effect of a rotation depends on the queries and keys, not only on the distance; a is its mean at each distance.
+    Layers without rotation in a model whose other layers rotate stay without positions.
+
+    The swap removes a whole table, including the mean of its rows: call `centre_table(model)` before the fit to keep
     the mean.
 
     Args:
-        model: an unswapped model of one stack with a learned table; it is not changed. It reads every text once with
-            the table, and once per layer without it.
+        model: an unswapped model of one stack; it is not changed. It reads every text once as it is, and once per
+            layer, up to that layer, without its positions.
         scheme: "alibi" or "t5", with or without the options interpolation, num_buckets, max_distance.
         tokens: rows of token ids, one text per row, without padding, each within the original length.
         progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS
@@ -75,8 +82,8 @@ def fit_bias(
 
     Raises:
         SchemeError: another scheme, or a field is set that the fit determines.
-        UnsupportedSwapError: the model has no learned table, another mechanism in addition to it, several stacks, or
-            its attention cannot be patched.
+        UnsupportedSwapError: the model has neither a learned table nor a rotation, or both, several stacks, scores
+            that are changed before the softmax (soft-capping, sinks), or attention that cannot be patched.
         UnsupportedModelError: no family describes it, or its weights are on meta.
         DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
         AlreadyPatchedError: it carries a swap.
@@ -96,29 +103,33 @@ def fit_bias(
     reporter = reporter_for(progress)
     unwrapped = unwrap(model)
     requested = _checked_scheme(scheme)
-    sites = check_table(unwrapped, requested, _OWNER)
+    sites = check_base(unwrapped, requested, _OWNER)
     rows = check_rows(tokens, unwrapped, sites)
     geometry = sites.geometry
     resolved = requested.resolve(geometry, None)
     assert isinstance(resolved, LinearBias)
-    distances = distances_of(geometry, max(map(len, rows)))
+    longest = max(map(len, rows))
+    distances = distances_of(geometry, longest)
     features = resolved.features(distances, geometry)  # [F, N]
     inverses: dict[tuple[int, int] | None, Tensor] = {}  # shared by layers with the same reach
     fitted_layers: dict[int, Scheme] = {}
-    with counted(reporter, "fit_bias: layers", geometry.num_layers) as count:
-        table_watches = watch_table(unwrapped, geometry, rows)
-        for layer in range(geometry.num_layers):
-            untabled_profile = score_profiles(unwrapped, Alibi(), geometry, rows, [layer], fitted_layers)[layer]
-            table = table_watches[layer]
-            seen = table.sees(distances)  # [N]
-            if table.reach not in inverses:
-                inverses[table.reach] = inverse_of_distances(distances[seen], rows)
-            target_bias = (table.profile - untabled_profile)[:, seen] @ inverses[table.reach]  # [H, visible distances]
-            attention = table.attention[:, seen]
+    base = watch_base(unwrapped, geometry, rows)
+    with counted(reporter, "fit_bias: layers", len(base)) as count, patched(unwrapped, Alibi()):
+        acting: dict[int, Mechanism] = {}  # the fitted biases
+        for layer, own in base.items():
+            watch = ProfileWatch(geometry, longest, ends_forward=True)
+            read_watched(unwrapped, Mechanism(), acting | {layer: watch}, geometry, rows)
+            seen = own.sees(distances)  # [N]
+            if own.reach not in inverses:
+                inverses[own.reach] = inverse_of_distances(distances[seen], rows)
+            target_bias = (own.profile - watch.profile)[:, seen] @ inverses[own.reach]  # [H, visible distances]
+            attention = own.attention[:, seen]
             weights = [_solved(features[:, seen], *pair) for pair in zip(target_bias, attention, strict=True)]
-            fitted_layers[layer] = resolved.with_weights(torch.stack(weights), geometry)
+            fitted = resolved.with_weights(torch.stack(weights), geometry)
+            fitted_layers[layer], acting[layer] = fitted, fitted.mechanism(geometry)
             count(None)
-    return PerLayer(layers=fitted_layers)  # type: ignore[arg-type]
+    others = None if len(base) == geometry.num_layers else NoPE()  # layers that the swap does not reach
+    return PerLayer(layers=fitted_layers, default=others)  # type: ignore[arg-type]
 
 
 def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
@@ -149,7 +160,7 @@ def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
 
     Raises:
         SchemeError: the scheme cannot be fitted, sets a field that the fit determines, or rotates whole heads.
-        UnsupportedSwapError, UnsupportedModelError: the model has no table to fit to, or unsupported projections.
+        UnsupportedSwapError, UnsupportedModelError: the model has no positions to fit to, or unsupported projections.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -160,9 +171,9 @@ def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
     if isinstance(scheme, RotaryScheme):
         check_rotation(model, scheme)
     elif isinstance(scheme, LinearBias):
-        check_table(unwrap(model), _checked_scheme(scheme), _OWNER, runs=False)
+        check_base(unwrap(model), _checked_scheme(scheme), _OWNER, runs=False)
     else:
         raise SchemeError(
-            f"{scheme.name} cannot be fitted to a table. What works: alibi, t5, and rope and its variants with partial "
-            "below 1."
+            f"{scheme.name} cannot be fitted to the model's positions. What works: alibi and t5, and, to a learned "
+            "table, rope and its variants with partial below 1."
         )

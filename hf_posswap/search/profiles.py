@@ -1,76 +1,115 @@
 """Attention scores by distance while a model reads texts, the target for fitting a bias or a rotation by distance.
 
-They include the effect of a learned position table, what a fit to it requires of the model and the texts, and the
-weight of each distance.
+They include the effect of the model's own positions, a learned table or a rotation of queries and keys; also here: what
+a fit to them requires of the model and the texts, and the weight of each distance.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import DataError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.families.sites import Sites, TokenTable
+from hf_posswap.families.sites import Sites, Stack, TokenTable
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.plan.plan_swap import plan_swap
-from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.schemes import Learned
+from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttention
+from hf_posswap.patching.sites.attention.plan import ALTERING
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.schemes.sum import Sum, SumMechanism, native
 from hf_posswap.search.fitness import TokenRows, evaluating, token_rows
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BESIDE_TABLE = Learned() + Alibi()
-"""A swap that keeps the table active and gives access to the scores."""
+WITH_SCORES = native() + Alibi()
+"""A swap that keeps the model's own positions, a table or a rotation, and gives access to the scores."""
 NEGLIGIBLE = 1e-10
 """Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
 _EVEN = 0.05
 """Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
 
 
-def check_table(model: PreTrainedModel, scheme: Scheme, owner: str, *, runs: bool = True) -> Sites:
-    """Return the sites of `model`, which has a learned position table and nothing else, and can be swapped to `scheme`.
+def check_base(
+    model: PreTrainedModel, scheme: Scheme, owner: str, *, table_only: bool = False, runs: bool = True
+) -> Sites:
+    """Return the sites of `model`, whose positions a fit can measure, and which can be swapped to `scheme`.
+
+    Its positions are a learned table or a rotation of queries and keys, and nothing else.
 
     Args:
         model: unswapped.
         scheme: to fit.
         owner: the function of which errors speak.
+        table_only: whether the positions must be a table.
         runs: whether the model is run now, for which it needs its weights; False: they may be on meta.
 
     Raises:
-        UnsupportedSwapError: the model has no learned table, another mechanism in addition to it, several stacks, or
-            its attention cannot be patched.
+        UnsupportedSwapError: the model has other positions, several mechanisms, several stacks, or layers that share
+            weights; its attention changes scores after they are computed, or cannot be patched.
         UnsupportedModelError: no family describes it, or its weights are on meta.
         AlreadyPatchedError: it carries a swap.
     """
     plan = plan_swap(model, scheme)
     sites, name = plan.sites, type(model).__name__
-    table, has_other_positions = sites.main.table, sites.main.inside is not None or plan.record.relative is not None
     if len(sites.stacks) > 1 or model.config.is_encoder_decoder:
         raise UnsupportedSwapError(f"{owner} fits models of one stack, and {name} is an encoder and a decoder.")
-    if not isinstance(table, TokenTable) or table.computed or has_other_positions:
-        positions_text = "other positions in addition to it" if table is not None and has_other_positions else "none"
-        raise UnsupportedSwapError(
-            f"{owner} fits to the effect of a learned position table, and {name} has {positions_text}. What works: "
-            "GPT-2, OPT, BERT, RoBERTa and similar models."
-        )
+    _refuse_positions(sites.main, plan.record.relative is not None, name, owner, table_only=table_only)
     if sites.main.spec.layers_share and len(sites.main.attention) < model.config.num_hidden_layers:
         raise UnsupportedSwapError(shared_layers(name))
+    modules = [model.get_submodule(path) for path in sites.main.attention]
+    altering = [key for key in ALTERING if any(getattr(module, key, None) is not None for module in modules)]
+    if altering:
+        raise UnsupportedSwapError(
+            f"{owner} fits a bias to a difference of attention scores, and {name} changes its scores after that "
+            f"({altering[0]}), so the bias would have another effect. What works: models without logit soft-capping "
+            "and attention sinks."
+        )
     if runs and any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedModelError(f"{owner} runs the model, and its weights are on meta: load it with its weights.")
-    plan_swap(model, BESIDE_TABLE)
+    plan_swap(model, WITH_SCORES)
     return sites
+
+
+def _refuse_positions(stack: Stack, has_relative: bool, name: str, owner: str, *, table_only: bool) -> None:
+    """Refuse a `stack` whose positions are not one learned table or, unless `table_only`, one rotation."""
+    inside, has_learned_table = stack.inside, isinstance(stack.table, TokenTable) and not stack.table.computed
+    rotates = bool(stack.rotary) if inside is None else inside["name"] == "rope"
+    has_others = inside is not None or bool(stack.rotary) or has_relative
+    is_one_table = has_learned_table and not has_others
+    is_one_rotation = stack.table is None and rotates and not has_relative
+    if is_one_table or (is_one_rotation and not table_only):
+        return
+    works = "GPT-2, OPT, BERT, RoBERTa and similar models"
+    if is_one_rotation:
+        raise UnsupportedSwapError(
+            f"{owner} fits a rotation to a learned position table, and {name} has no table: it rotates queries and "
+            f"keys itself, and a swap to another rotation needs no such fit. What works: {works}; for {name}, alibi "
+            "and t5, whose bias fit_bias fits to its rotation."
+        )
+    if has_learned_table:
+        positions = "a table and other positions in addition to it"
+    elif stack.table is not None:
+        positions = "a table that is computed, not learned"
+    else:
+        positions = "neither" if inside is None else f"{inside['name']}, a bias of its own"
+    wanted = "a learned position table" if table_only else "a learned position table or a rotation of queries and keys"
+    more = "" if table_only else ", and models that rotate: Llama, Mistral, Qwen, Gemma 3, GPT-NeoX, GPT-J"
+    raise UnsupportedSwapError(
+        f"{owner} fits to the effect of {wanted}, and {name} has {positions}. What works: {works}{more}."
+    )
 
 
 def shared_layers(name: str) -> str:
@@ -82,7 +121,7 @@ def shared_layers(name: str) -> str:
 
 
 def check_rows(tokens: TokenRows, model: PreTrainedModel, sites: Sites) -> list[np.ndarray]:
-    """Return `tokens` as rows of token ids within the table of `model`.
+    """Return `tokens` as rows of token ids within the original length of `model`.
 
     Raises:
         DataError: they are not rows of the model's token ids, too long, padded, or all too short to compare.
@@ -91,7 +130,9 @@ def check_rows(tokens: TokenRows, model: PreTrainedModel, sites: Sites) -> list[
     for index, row in enumerate(rows):
         check_token_ids(model, row)
         if len(row) > length:
-            raise DataError(f"tokens[{index}] has {len(row)} tokens, and the position table ends at {length}; cut it.")
+            raise DataError(
+                f"tokens[{index}] has {len(row)} tokens, and the model's positions end at {length}; cut it."
+            )
         padding = sites.main.padding_id
         if padding is not None and (row == padding).any():
             raise DataError(f"tokens[{index}] holds padding (id {padding}), which positions skip; leave it out.")
@@ -108,39 +149,6 @@ def distances_of(geometry: Geometry, longest: int) -> Tensor:
         tensor([-2, -1,  0,  1,  2])
     """
     return torch.arange(0 if geometry.causal else 1 - longest, longest, device="cpu")
-
-
-def score_profiles(
-    model: PreTrainedModel,
-    scheme: Scheme,
-    geometry: Geometry,
-    rows: Sequence[np.ndarray],
-    watched: Sequence[int],
-    biases: Any,
-) -> dict[int, Tensor]:
-    """Return for each of the `watched` layers the sums by distance of its scores, centred for each query.
-
-    Args:
-        model: the unswapped model, which reads each of `rows` from its start; it is not changed.
-        scheme: the scheme of the swap during the reading; its mechanism inside attention is disabled.
-        geometry: the model's geometry.
-        rows: token ids, one text each.
-        watched: indices of the layers.
-        biases: schemes by layer that act there instead of `scheme`.
-
-    Returns:
-        For each layer [H, N], float64 on the CPU, by `distances_of` the longest row; summed over all rows and all
-        query-key pairs that the layer sees. Scores are scaled, before any bias and mask.
-
-    Raises:
-        UnsupportedSwapError: layers run more than once in a forward, or not at all.
-    """
-    longest = max(map(len, rows))
-    watches = {layer: ProfileWatch(geometry, longest) for layer in watched}
-    with patched(model, scheme):
-        acting = {layer: bias.mechanism(geometry) for layer, bias in biases.items()}
-        read_watched(model, Mechanism(), acting | watches, geometry, rows)
-    return {layer: watch.profile for layer, watch in watches.items()}
 
 
 def read_watched(
@@ -164,16 +172,18 @@ def read_watched(
     """
     path = next(edit.path for edit in applied_swap(model).plan.edits if isinstance(edit, AddMechanism))
     original = model.get_submodule(path)
+    acting = _ByLayer([inside.get(layer, others) for layer in range(geometry.num_layers)]).to(model.device)
     with evaluating(model), torch.no_grad():
         try:
-            model.set_submodule(path, _ByLayer([inside.get(layer, others) for layer in range(geometry.num_layers)]))
+            model.set_submodule(path, acting)
             for row in rows:
                 ids = torch.from_numpy(row.astype(np.int64))[None].to(model.device)
                 plain = {"use_cache": False} if geometry.causal else {}
-                model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **plain)
+                with suppress(_ForwardEnded):
+                    model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **plain)
         finally:
             model.set_submodule(path, original)
-    if {watch.runs for watch in inside.values() if isinstance(watch, LayerWatch)} != {len(rows)}:
+    if {watch.runs for watch in acting.modules() if isinstance(watch, LayerWatch)} != {len(rows)}:
         raise UnsupportedSwapError(shared_layers(type(model).__name__))
 
 
@@ -222,8 +232,16 @@ class _ByLayer(Mechanism):
         return mechanism
 
 
+class _ForwardEnded(Exception):  # noqa: N818
+    """Ends a forward after the last layer that is read."""
+
+
 class LayerWatch(Mechanism):
     """Observes the queries and keys of one layer without acting on them; subclasses define what is recorded.
+
+    Args:
+        causal: whether a query sees only its past.
+        ends_forward: whether the forward may end here: no later layer is read.
 
     Attributes:
         reach: minimum and maximum distance of visible keys in the texts read so far; None before the first text.
@@ -231,9 +249,10 @@ class LayerWatch(Mechanism):
 
     watches = True
 
-    def __init__(self, *, causal: bool) -> None:
+    def __init__(self, *, causal: bool, ends_forward: bool = False) -> None:
         super().__init__()
         self.runs = 0
+        self.ends_forward = ends_forward
         self.causal = causal
         self.reach: tuple[int, int] | None = None
 
@@ -244,6 +263,8 @@ class LayerWatch(Mechanism):
         before = self.reach or (0, 0)
         self.reach = min(before[0], least), max(before[1], most)
         self.look(query[0], key[0], query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if self.ends_forward:
+            raise _ForwardEnded
 
     def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
         """Record the queries [H, L, D] and keys [G, L, D] of one text; a score is scaling q k."""
@@ -255,11 +276,22 @@ class LayerWatch(Mechanism):
         return (distances >= self.reach[0]) & (distances <= self.reach[1])
 
 
+class _RotatedWatch(SumMechanism):
+    """A rotation, and a `LayerWatch` that observes the rotated queries and keys."""
+
+    watches = True
+
+    def watch(self, query: Tensor, key: Tensor, scaling: float | None, mask: object, window: int | None) -> None:
+        observer = self.terms[-1]
+        assert isinstance(observer, LayerWatch)
+        observer.watch(query, key, scaling, mask, window)
+
+
 def _band(length: int, mask: object, window: int | None, *, causal: bool) -> tuple[int, int]:
     """Return the minimum and maximum distance at which a query of a text of `length` tokens sees a key.
 
     Raises:
-        UnsupportedSwapError: the mask is not a tensor, or does not depend only on the distance.
+        UnsupportedSwapError: the mask is not a tensor, does not depend only on the distance, or changes visible scores.
     """
     positions = torch.arange(length, device=mask.device if isinstance(mask, Tensor) else "cpu")
     distance = positions[:, None] - positions
@@ -286,18 +318,28 @@ def _band(length: int, mask: object, window: int | None, *, causal: bool) -> tup
             "a fit by distance needs layers in which a query sees all keys up to a distance, and the mask of one layer "
             "is different."
         )
+    if mask.dtype != torch.bool and bool((mask[..., :length].expand_as(seen)[seen] != 0).any()):
+        raise UnsupportedSwapError(
+            "a fit by distance needs layers whose mask only hides keys, and the mask of one layer also changes the "
+            "scores of keys that it shows."
+        )
     return least, most
 
 
 class ProfileWatch(LayerWatch):
     """Sums the scores by distance, centred over the keys that each query sees."""
 
-    def __init__(self, geometry: Geometry, longest: int) -> None:
-        super().__init__(causal=geometry.causal)
+    def __init__(self, geometry: Geometry, longest: int, *, ends_forward: bool = False) -> None:
+        super().__init__(causal=geometry.causal, ends_forward=ends_forward)
         self.distances = distances_of(geometry, longest)
         self.profile = torch.zeros(geometry.num_heads, len(self.distances), dtype=torch.float64, device="cpu")
 
     def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        if len(query) != len(self.profile):
+            raise UnsupportedSwapError(
+                f"one layer has {len(query)} heads where the config says {len(self.profile)}, and a fit needs as many "
+                "in each layer."
+            )
         share = len(query) // len(key)
         for head in range(len(query)):  # one at a time, because all pairs are materialized
             scores = (query[head].double() @ key[head // share].double().T) * scaling
@@ -308,7 +350,7 @@ class ProfileWatch(LayerWatch):
         self.profile[head, near] += centred_sums(scores, self.distances[near]).cpu()
 
 
-class TableWatch(ProfileWatch):
+class BaseWatch(ProfileWatch):
     """Sums, in addition to the scores, the attention paid to each distance."""
 
     def __init__(self, geometry: Geometry, longest: int) -> None:
@@ -322,11 +364,22 @@ class TableWatch(ProfileWatch):
         self.attention[head, near] += sums_at(index, paid[seen], int(near.sum())).cpu()
 
 
-def watch_table(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray]) -> list[TableWatch]:
-    """Run the unswapped model `base` with its table on `rows`, and return the record of each layer."""
-    watches = [TableWatch(geometry, max(map(len, rows))) for _ in range(geometry.num_layers)]
-    with patched(base, BESIDE_TABLE):
-        read_watched(base, Mechanism(), dict(enumerate(watches)), geometry, rows)
+def watch_base(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray]) -> dict[int, BaseWatch]:
+    """Run the unswapped model `base` with its own positions on `rows`, and return the record of each layer.
+
+    Layers that a swap does not reach, such as those without rotation in a model that rotates, have none.
+    """
+    longest = max(map(len, rows))
+    with patched(base, WITH_SCORES):
+        plan = applied_swap(base).plan
+        layers = [edit.layer for edit in plan.edits if isinstance(edit, PatchAttention)]
+        watches = {layer: BaseWatch(geometry, longest) for layer in layers}
+        terms = plan.scheme.terms if isinstance(plan.scheme, Sum) else ()
+        rotation = next((term for term in terms if isinstance(term, RotaryScheme)), None)
+        inside: dict[int, Mechanism] = dict(watches)
+        if rotation is not None:  # attention that rotates without a rotary module: the swap has taken the rotation over
+            inside = {n: _RotatedWatch([rotation.mechanism(geometry), watch]) for n, watch in watches.items()}
+        read_watched(base, Mechanism(), inside, geometry, rows)
     return watches
 
 

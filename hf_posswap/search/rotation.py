@@ -23,15 +23,15 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
 from hf_posswap.search.profiles import (
+    BaseWatch,
     LayerWatch,
-    TableWatch,
     centred_sums,
+    check_base,
     check_rows,
-    check_table,
     distance_weights,
     inverse_of_distances,
     read_watched,
-    watch_table,
+    watch_base,
 )
 from hf_posswap.utils.progress import counted, reporter_for
 from hf_posswap.utils.result_views import ResultView
@@ -153,10 +153,10 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
     reporter = reporter_for(progress)
     target = unwrap(model)
     scheme, base = _checked_scheme(target), unpatch_model(copy.deepcopy(target))
-    sites = check_table(base, scheme, _OWNER)
+    sites = check_base(base, scheme, _OWNER, table_only=True)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
     pairs = _pairs(target, sites)
-    table = watch_table(base, geometry, rows)
+    table = list(watch_base(base, geometry, rows).values())
     del base
     longest, reach = max(map(len, rows)), applied_swap(target).plan.max_length
     waves = [_Waves.of(scheme, geometry, watch, longest, reach) for watch in table]
@@ -188,7 +188,7 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
 def check_rotation(model: PreTrainedModel, scheme: RotaryScheme) -> None:
     """Raise the errors of `fit_rotation` for a swap of the unswapped `model`, which may be on meta, to `scheme`."""
     _check_angles(scheme, str(scheme))
-    _pairs(model, check_table(unwrap(model), scheme, _OWNER, runs=False))
+    _pairs(model, check_base(unwrap(model), scheme, _OWNER, table_only=True, runs=False))
 
 
 def _pairs(model: PreTrainedModel, sites: Sites) -> list[tuple[Projection, Projection]]:
@@ -281,7 +281,7 @@ class _Waves:
     beyond: Tensor
 
     @classmethod
-    def of(cls, scheme: RotaryScheme, geometry: Geometry, watch: TableWatch, longest: int, reach: int | None) -> _Waves:
+    def of(cls, scheme: RotaryScheme, geometry: Geometry, watch: BaseWatch, longest: int, reach: int | None) -> _Waves:
         angles = scheme.angles(geometry)
         theta = angles.exact.cpu()
         pairs, index = len(theta), torch.arange(len(theta))
@@ -332,7 +332,7 @@ def _fit_layer(
     seen: _StateWatch,
     bases: tuple[Tensor, Tensor],
     pair: tuple[Projection, Projection],
-    table: TableWatch,
+    table: BaseWatch,
     inverse: Tensor,
     waves: _Waves,
 ) -> tuple[list[float], list[float]]:

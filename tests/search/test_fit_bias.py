@@ -1,4 +1,4 @@
-"""Biases fitted to what a learned table does, against models of known profiles and least squares written out."""
+"""Biases fitted to what a table or a rotation does, against models of known profiles and least squares written out."""
 
 from __future__ import annotations
 
@@ -17,16 +17,30 @@ from transformers import (
     BartModel,
     BertConfig,
     BertForMaskedLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTBigCodeConfig,
     GPTBigCodeForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    RoFormerConfig,
+    RoFormerForMaskedLM,
 )
 
 import hf_posswap
@@ -39,7 +53,7 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.schemes.common.bias import LinearBias
-from hf_posswap.search import fit_bias
+from hf_posswap.search import check_fit, fit_bias
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.others import ALL
 
@@ -110,12 +124,50 @@ MODELS: dict[str, Any] = {
         ),
     ),
 }
+ROTATING: dict[str, Any] = {
+    **SIZE,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED: dict[str, Any] = {**ROTATING, "num_key_value_heads": 2, "head_dim": 8}
+THETA = {"rope_type": "default", "rope_theta": 50.0}
+LLAMA = LlamaConfig(**GROUPED, rope_parameters=THETA, attention_bias=True)
+MODELS |= {
+    "llama, grouped heads": (LlamaForCausalLM, LLAMA),
+    "gpt_neox, a quarter rotates": (GPTNeoXForCausalLM, GPTNeoXConfig(**ROTATING)),
+    "mistral, windows": (MistralForCausalLM, MistralConfig(**GROUPED, rope_parameters=THETA, sliding_window=6)),
+    "qwen3, norms": (Qwen3ForCausalLM, Qwen3Config(**GROUPED, rope_parameters=THETA)),
+    "gemma3, local and global": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**GROUPED, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "gptj, half rotates, inside attention": (
+        GPTJForCausalLM,
+        GPTJConfig(
+            n_embd=32,
+            n_head=HEADS,
+            n_layer=2,
+            rotary_dim=4,
+            vocab_size=WORDS,
+            n_positions=LENGTH,
+            initializer_range=0.3,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    "roformer": (RoFormerForMaskedLM, RoFormerConfig(**ROTATING)),
+}
 SCHEMES: dict[str, LinearBias] = {
     "alibi": Alibi(),
     "interpolated": Alibi(interpolation=2.0),
     "t5": T5Bias(num_buckets=8, max_distance=12),
 }
-ENCODERS = ("bert", "roberta")
+ENCODERS = ("bert", "roberta", "roformer")
 TEXTS = [np.random.default_rng(seed).integers(5, WORDS, size=size) for seed, size in enumerate((LENGTH, 11, 16, 2, 1))]
 
 
@@ -162,7 +214,7 @@ def least_squares(wanted: np.ndarray, paid: np.ndarray, features: np.ndarray) ->
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme: LinearBias) -> None:
-    """Scores are read off stock eager attention, whose softmax is undone; those without the table off a swapped one."""
+    """Scores are read off stock eager attention, whose softmax is undone; those without positions off a swapped one."""
     model = build(name)
     fitted: Any = fit_bias(model, scheme, TEXTS)
     geometry = hf_posswap.plan_swap(model, scheme).sites.geometry
@@ -192,8 +244,8 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
             else:
                 found = np.array(fitted.of_layer(layer).slopes)[head]
                 assert found == pytest.approx(max(0.0, expected[0]), rel=1e-5, abs=1e-9)
-        if isinstance(scheme, Alibi):
-            assert any(slope > 0 for slope in fitted.of_layer(layer).slopes)
+    if isinstance(scheme, Alibi):
+        assert any(slope > 0 for layer in range(2) for slope in fitted.of_layer(layer).slopes)
 
 
 def test_layers_that_see_chunks_are_refused() -> None:
@@ -269,6 +321,55 @@ def test_any_profile_that_a_table_gives_is_found_again_in_buckets_of_one_distanc
         assert torch.equal(found[LENGTH:], found[LENGTH - 1].expand(LENGTH, -1)), "distances that no text has"
 
 
+def constant(heads: int, groups: int) -> Any:
+    """Return a Llama whose queries and keys are the same vectors for every token: rotated, scores go by distance."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM._from_config(LLAMA, attn_implementation="eager", dtype=torch.float64).eval()
+    assert (LLAMA.num_attention_heads, LLAMA.num_key_value_heads) == (heads, groups)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                projection.weight.zero_()
+                projection.bias.normal_(std=2.0)
+    return model
+
+
+def test_a_rotation_that_goes_by_distance_is_found_again_in_buckets_of_one_distance() -> None:
+    """The swapped model then has the base's logits, at every position that the fit has seen."""
+    model = constant(HEADS, 2)
+    ids = torch.randint(3, WORDS, (3, LENGTH))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+    fitted: Any = fit_bias(model, T5Bias(num_buckets=2 * LENGTH, max_distance=64), TEXTS)
+    geometry = hf_posswap.plan_swap(model, "t5").sites.geometry
+    for layer, block in enumerate(model.model.layers):
+        q = block.self_attn.q_proj.bias.detach().view(HEADS, 8)
+        k = block.self_attn.k_proj.bias.detach().view(2, 8).repeat_interleave(2, dim=0)
+        (q1, q2), (k1, k2) = q.chunk(2, dim=1), k.chunk(2, dim=1)
+        angles = torch.arange(LENGTH)[:, None, None] * torch.tensor(geometry.frequencies).double()  # [N, 1, R/2]
+        turned = (q1 * k1 + q2 * k2) * angles.cos() + (q1 * k2 - q2 * k1) * angles.sin()
+        expected = turned.sum(dim=-1) / 8**0.5  # [N, H]
+        found = torch.tensor(fitted.of_layer(layer).start, dtype=torch.float64)[:LENGTH]
+        away = found - expected
+        torch.testing.assert_close(away, away.mean(dim=0).expand_as(away), rtol=0, atol=2e-5)
+    with torch.no_grad():
+        without = patch_model(model, "nope")(input_ids=ids).logits
+        after = patch_model(unpatch_model(model), fitted)(input_ids=ids).logits
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
+    assert (without - before).abs().max() > 0.1, "the rotation does something in this model"
+
+
+def test_layers_without_rotation_stay_without_positions() -> None:
+    model = tiny_model("smollm3", meta=False)
+    still = swap_plan(patch_model(model, "alibi")).sites.main.nope_layers
+    unpatch_model(model)
+    fitted = fit_bias(model, "alibi", TEXTS)
+    names = [fitted.of_layer(layer).name for layer in range(model.config.num_hidden_layers)]
+    assert names == ["nope" if layer in still else "alibi" for layer in range(len(names))]
+    assert {"nope", "alibi"} == set(names)
+    verify_swap(patch_model(model, fitted))
+
+
 def test_the_swapped_model_attends_as_the_table_had_it() -> None:
     model = known([[("slope", 0.1 * (head + 1)) for head in range(HEADS)]] * 2)
     model.set_attn_implementation("eager")
@@ -281,16 +382,17 @@ def test_the_swapped_model_attends_as_the_table_had_it() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama, grouped heads", "gemma3, local and global", "roformer"])
 def test_the_fit_leaves_the_model_alone_and_the_swap_comes_off_again(name: str, scheme: LinearBias) -> None:
     model = build(name).train()
     before, cls = state(model), type(model)
     modes = [module.training for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
     fitted = fit_bias(model, scheme, TEXTS)
     assert type(model) is cls
     assert not hasattr(model, "_posswap")
     assert modes == [module.training for module in model.modules()]
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert trained == [parameter.requires_grad for parameter in model.parameters()]
     assert fit_bias(model, scheme, [torch.from_numpy(text) for text in TEXTS]) == fitted, "the same once more"
     verify_swap(patch_model(model, fitted))
     unpatch_model(model)
@@ -356,8 +458,7 @@ def test_models_that_cannot_be_fitted_are_refused() -> None:
     patched = patch_model(build("gpt2"), "alibi")
     with pytest.raises(AlreadyPatchedError):
         fit_bias(patched, "alibi", TEXTS)
-    says = "and LlamaForCausalLM has none. What works: GPT-2"
-    refused(tiny_model("llama"), says, UnsupportedSwapError)
+    refused(tiny_model("llama"), "its weights are on meta: load it with its weights", UnsupportedModelError)
     both = BartModel(BartConfig(d_model=32, vocab_size=WORDS, encoder_layers=1, decoder_layers=1))
     refused(both, "fit_bias fits models of one stack, and BartModel is an encoder and a decoder", UnsupportedSwapError)
     with torch.device("meta"):
@@ -370,9 +471,9 @@ def test_models_that_cannot_be_fitted_are_refused() -> None:
     [
         ("albert", "AlbertForMaskedLM do not run exactly once per forward"),
         ("whisper", "WhisperForConditionalGeneration is an encoder and a decoder"),
-        ("xglm", "XGLMForCausalLM has none"),
-        ("mpnet", "MPNetForMaskedLM has other positions in addition to it"),
-        ("deberta", "DebertaForMaskedLM has other positions in addition to it"),
+        ("xglm", "XGLMForCausalLM has a table that is computed, not learned"),
+        ("mpnet", "MPNetForMaskedLM has a table and other positions in addition to it"),
+        ("deberta", "DebertaForMaskedLM has a table and other positions in addition to it"),
     ],
 )
 def test_models_whose_scores_say_something_else_are_refused(name: str, says: str) -> None:
@@ -381,11 +482,26 @@ def test_models_whose_scores_say_something_else_are_refused(name: str, says: str
 
 
 @pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gemma2", r"Gemma2ForCausalLM changes its scores after that \(attn_logit_softcapping\)"),
+        ("gpt_oss", r"GptOssForCausalLM changes its scores after that \(sinks\)"),
+        ("bloom", "BloomForCausalLM has alibi, a bias of its own. What works: GPT-2, .* Llama"),
+        ("doge", "the mask of one layer also changes the scores of keys that it shows"),
+        ("llama4_text", "the mask of one layer is different"),
+        ("diffllama", "DiffLlamaForCausalLM do not run exactly once per forward"),
+    ],
+)
+def test_rotating_models_whose_scores_are_no_sum_are_refused(name: str, says: str) -> None:
+    refused(tiny_model(name, meta=False), says, UnsupportedSwapError)
+
+
+@pytest.mark.parametrize(
     ("tokens", "says"),
     [
         ([], r"tokens must be rows of token ids"),
         ([[1, 2], [3.5, 4.0]], r"tokens\[1\] must be a row of whole token ids"),
-        ([list(range(5, 22)), [1]], r"tokens\[0\] has 17 tokens, and the position table ends at 16; cut it"),
+        ([list(range(5, 22)), [1]], r"tokens\[0\] has 17 tokens, and the model's positions end at 16; cut it"),
         ([[5], [6]], "only rows of one token, and a fit compares two keys of a query: give longer rows"),
         ([[5, 99]], "99"),
     ],
@@ -410,6 +526,18 @@ def test_a_fitted_bias_is_near_the_table_where_the_stock_one_is_not() -> None:
         away[name] = float(np.abs(np.exp(attention(model, text, 0)) - before).max())
         unpatch_model(model)
     assert away["fitted"] < 1e-4 < 0.1 < away["stock"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("llama", None), ("gemma2", "softcapping"), ("gpt_oss", "sinks")])
+def test_a_model_without_weights_is_checked_before_it_is_loaded(name: str, says: str | None) -> None:
+    model = tiny_model(name)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if says is None:
+        check_fit(model, Alibi())
+        check_fit(model, T5Bias())
+        return
+    with pytest.raises(UnsupportedSwapError, match=says):
+        check_fit(model, Alibi())
 
 
 def test_a_fit_is_a_scheme_for_each_layer() -> None:

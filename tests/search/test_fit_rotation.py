@@ -295,7 +295,7 @@ def two_stacks() -> Any:
         (one_key_head, UnsupportedSwapError, "4 query heads of GPTBigCodeForCausalLM share 1 key heads"),
         (no_biases, UnsupportedSwapError, "its Linear has no bias"),
         (half_precision, UnsupportedSwapError, "which torch.bfloat16 cannot hold: load GPT2LMHeadModel with"),
-        (rotary, UnsupportedSwapError, "LlamaForCausalLM has none"),
+        (rotary, UnsupportedSwapError, "LlamaForCausalLM has no table: it rotates queries and keys itself"),
         (two_stacks, UnsupportedSwapError, "an encoder and a decoder"),
     ],
 )
@@ -310,7 +310,7 @@ def test_others_are_refused_and_stay(make: Any, error: type[PosswapError], said:
 
 def test_a_loaded_swap_and_bad_tokens_are_refused(tmp_path: Any) -> None:
     model = swapped(random_model("gpt2"))
-    with pytest.raises(DataError, match="has 25 tokens, and the position table ends at 24"):
+    with pytest.raises(DataError, match="has 25 tokens, and the model's positions end at 24"):
         fit_rotation(model, texts(1, LENGTH + 1))
     hf_posswap.save(model, tmp_path / "saved")
     with pytest.raises(NotPatchedError, match="was loaded with its swap, so the table's effect is unknown"):
@@ -383,7 +383,8 @@ def test_a_model_without_a_table_is_refused_by_what_it_lacks_and_nothing_is_logg
     try:
         model = patch_model(LlamaForCausalLM(config).eval(), "rope", partial=0.5)
         with pytest.raises(
-            UnsupportedSwapError, match="^fit_rotation fits to the effect of a learned .* LlamaForCausalLM has none"
+            UnsupportedSwapError,
+            match="^fit_rotation fits a rotation to a learned position table, and LlamaForCausalLM has no table",
         ):
             fit_rotation(model, texts())
     finally:

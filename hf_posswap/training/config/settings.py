@@ -65,9 +65,10 @@ class SwapSettings:
             keep them, and the default for all other models.
         centre: move the mean of the position table into the token embeddings first, so that the swap removes only
             positions: see hf_posswap.centre_table.
-        fit: windows of the training text on which the new mechanism is fitted to the position table before training; 0:
-            no fit. alibi and t5 start with the nearest bias (hf_posswap.fit_bias), and rotary schemes with partial
-            below 1 with the nearest queries and keys (hf_posswap.fit_rotation).
+        fit: windows of the training text on which the new mechanism is fitted to the model's own positions before
+            training; 0: no fit. alibi and t5 start with the bias nearest to a learned table or a rotation
+            (hf_posswap.fit_bias), and rotary schemes with partial below 1 with the queries and keys nearest to a
+            learned table (hf_posswap.fit_rotation).
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: a full swap at once.
     """
 

@@ -1,4 +1,4 @@
-"""Fits the new mechanism, on the first training windows, to the effect of the old table, for a better start."""
+"""Fits the new mechanism, on the first training windows, to the effect of the model's positions, for a better start."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def check_start(
 
     Raises:
         ConfigError: the fitting functions are missing.
-        UnsupportedSwapError, UnsupportedModelError: the model has no saved table, lacks the projections that a fit
-            needs, or has weights of another dtype.
+        UnsupportedSwapError, UnsupportedModelError: the model has no positions that can be fitted to, lacks the
+            projections that a fit needs, or has weights of another dtype.
         SchemeError: the scheme cannot be fitted, sets the fitted values itself, or rotates whole heads.
     """
     if swap.centre:
@@ -97,7 +97,8 @@ def fit_weights(model: PreTrainedModel, rows: list[np.ndarray], services: Servic
         assert services.fit_rotation is not None
         with _naming_key("swap.fit", "Or swap.fit=0, which starts without a fit."):
             return str(services.fit_rotation(model, rows))
-    return f"the bias of each layer and head fitted to what the table did on {sum(map(len, rows)):,} tokens"
+    count = sum(map(len, rows))
+    return f"the bias of each layer and head fitted to the effect of the model's own positions on {count:,} tokens"
 
 
 def _naming_centre_key() -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ If the loss counts only some tokens, `counted` says for each document, bool [its
 CheckFit = Callable[[Any, Scheme], None]
 """Raises if the scheme cannot be fitted to the unswapped model."""
 FitBias = Callable[[Any, Scheme, Sequence[np.ndarray]], Scheme]
-"""From an unswapped model, a scheme and rows of token ids, to the scheme fitted to the model's table."""
+"""From an unswapped model, a scheme and rows of token ids, to the scheme fitted to the model's own positions."""
 FitRotation = Callable[[Any, Sequence[np.ndarray]], object]
 """From a swapped model, whose weights it changes, and rows of token ids, to a printable summary of the fit."""
 Near = Callable[[Any, Any, Any, Sequence[np.ndarray], Sequence[int]], list[dict[str, Any]]]
@@ -43,8 +43,8 @@ class Services:
         evaluate: measures a model; None: a recipe that needs it is refused.
         near: compares an encoder's vectors with its base's; None: the report leaves this out.
         free_bytes: returns the free memory of a device; None: memory is not checked.
-        check_fit, fit_bias, fit_rotation: check and fit a new mechanism to a table; None: a recipe that needs them is
-            refused.
+        check_fit, fit_bias, fit_rotation: check and fit a new mechanism to the model's positions; None: a recipe that
+            needs them is refused.
         reporter: shows lines and bars on the main process; None: nothing is shown.
     """
 

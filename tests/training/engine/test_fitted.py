@@ -1,4 +1,4 @@
-"""`swap.fit`: the swap begins fitted to what the table did, on the first windows of the training text."""
+"""`swap.fit`: the swap begins fitted to the model's own positions, on the first windows of the training text."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ def windows(place: Path, **values: Any) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("scheme", ["alibi", "t5"])
-def test_a_bias_begins_as_fit_bias_has_it(tmp_path: Path, scheme: str) -> None:
-    fitted = run_recipe(recipe(tmp_path / "fitted", swap={"scheme": {"name": scheme}, "fit": 4}))
-    by_hand = fit_bias(hf_posswap.load(tmp_path / "fitted" / "gpt2"), scheme, windows(tmp_path / "fitted"))
+def test_a_bias_begins_as_fit_bias_has_it(tmp_path: Path, scheme: str, kind: str) -> None:
+    swap = {"scheme": {"name": scheme}, "fit": 4}
+    fitted = run_recipe(recipe(tmp_path / "fitted", kind=kind, swap=swap))
+    texts = windows(tmp_path / "fitted", kind=kind)
+    by_hand = fit_bias(hf_posswap.load(tmp_path / "fitted" / kind), scheme, texts)
     file = tmp_path / "scheme.json"
     file.write_text(json.dumps(by_hand.to_dict()))
     assert_same_weights(
-        fitted, run_recipe(recipe(tmp_path / "fitted", f"swap.scheme={file}", f"out={tmp_path / 'two'}"))
+        fitted, run_recipe(recipe(tmp_path / "fitted", f"swap.scheme={file}", f"out={tmp_path / 'two'}", kind=kind))
     )
-    assert "the bias of each layer and head fitted to what the table did on 128 tokens" in said(fitted)
+    assert f"fitted to the effect of the model's own positions on {sum(map(len, texts))} tokens" in said(fitted)
 
 
 @pytest.mark.slow
@@ -80,11 +83,26 @@ def test_what_does_not_go_together_is_said_by_name(tmp_path: Path, settings: tup
 @pytest.mark.parametrize(
     ("scheme", "kind", "error", "problem"),
     [
-        ("kerple", "gpt2", SchemeError, "swap.fit: kerple cannot be fitted to a table.*Or swap.fit=0"),
+        ("kerple", "gpt2", SchemeError, "swap.fit: kerple cannot be fitted to the model's positions.*Or swap.fit=0"),
         ("rope", "gpt2", SchemeError, "swap.fit: .* rotates whole heads.*Or swap.fit=0"),
-        ("yarn:partial=0.5", "llama", UnsupportedSwapError, "swap.fit: .*LlamaForCausalLM has none.*Or swap.fit=0"),
-        ("rope:partial=0.5", "xglm", UnsupportedSwapError, "swap.fit: .*XGLMForCausalLM has none.*Or swap.fit=0"),
-        ("alibi", "xglm", UnsupportedSwapError, "swap.fit: .*XGLMForCausalLM has none.*Or swap.fit=0"),
+        (
+            "yarn:partial=0.5",
+            "llama",
+            UnsupportedSwapError,
+            "swap.fit: .*LlamaForCausalLM has no table: it rotates .*Or swap.fit=0",
+        ),
+        (
+            "rope:partial=0.5",
+            "xglm",
+            UnsupportedSwapError,
+            "swap.fit: .*XGLMForCausalLM has a table that is computed.*Or",
+        ),
+        (
+            "alibi",
+            "xglm",
+            UnsupportedSwapError,
+            "swap.fit: .*XGLMForCausalLM has a table that is computed.*Or swap.fit=0",
+        ),
         ("rope:partial=0.5", "gpt_neo", UnsupportedSwapError, "swap.fit: .* has no bias.*Or swap.fit=0"),
         ("alibi", "albert", UnsupportedSwapError, "swap.fit: .* do not run exactly once per forward.*Or swap.fit=0"),
         (

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NATIVELY = "what its config expresses natively (rope, linear, ntk, yarn, llama3, ..., nope)"
-_ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
+ALTERING = ("attn_logit_softcapping", "softcap", "sinks")
 """Names of attributes by which attention modules change their scores other than by scaling."""
 
 
@@ -289,7 +289,7 @@ def _refuse_altered(model: PreTrainedModel, stack: Stack, scheme: Scheme, mechan
         return
     for path in stack.attention:
         module = model.get_submodule(path)
-        altering = [name for name in _ALTERING if getattr(module, name, None) is not None]
+        altering = [name for name in ALTERING if getattr(module, name, None) is not None]
         if altering:
             raise UnsupportedSwapError(
                 f"{scheme.name} has split scores, and {type(model).__name__} alters its own "
