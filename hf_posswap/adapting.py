@@ -82,6 +82,20 @@ def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Report
     return engine.run_recipe(recipe, services)
 
 
+def check_start(recipe: Recipe) -> None:
+    """Check by the config of the model of `recipe` that its centring and fit are supported.
+
+    Raises:
+        PosswapError: as `run_recipe`, before text and weights are read.
+    """
+    from hf_posswap.search import check_fit, fit_bias, fit_rotation
+    from hf_posswap.training.engine import Services
+    from hf_posswap.training.engine.preparing import check_config
+
+    if (recipe.swap.centre or recipe.swap.fit) and not recipe.stages:
+        check_config(recipe, Services(check_fit=check_fit, fit_bias=fit_bias, fit_rotation=fit_rotation))
+
+
 def vectors_at_lengths(
     model: PreTrainedModel,
     base: object,

@@ -246,10 +246,12 @@ def run_dry(
 
     Raises:
         UnknownNameError, OptionError: no such GPU, or no such file.
-        PosswapError: as `dry_run`.
+        PosswapError: as `dry_run`, or the model does not support the fitted start of `recipe`.
     """
+    from hf_posswap.adapting import check_start
     from hf_posswap.training.dryrun import dry_run
 
+    check_start(recipe)
     return dry_run(
         recipe,
         gpu=gpu,

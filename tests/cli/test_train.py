@@ -21,6 +21,7 @@ import hf_posswap
 from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.cli import app
 from hf_posswap.errors import DataError
+from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.training.config import Recipe, load_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.settings import keys_of
@@ -207,3 +208,27 @@ def test_a_recipe_from_a_pipe_is_refused_and_says_what_to_do() -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "problem"),
+    [
+        ("llama", ("swap.centre=true",), "swap.centre: centre_table needs a position table"),
+        (
+            "llama",
+            ("swap.scheme=rope:partial=0.5",),
+            "swap.fit: fit_rotation fits a rotation to a learned position table",
+        ),
+        ("gemma2", (), "Gemma2ForCausalLM changes its scores after that (attn_logit_softcapping)"),
+        ("llama", (), None),
+        ("gpt2", (), None),
+    ],
+)
+def test_a_dry_run_refuses_a_fit_that_the_training_would_refuse(
+    tmp_path: Path, kind: str, settings: tuple[str, ...], problem: str | None
+) -> None:
+    tiny_model(kind, meta=False, vocab_size=300).save_pretrained(tmp_path / "base")
+    given = ["to-alibi", f"model.name={tmp_path / 'base'}", "data.length=32", "data.cut=[1]", "swap.max_length=32"]
+    done = CliRunner().invoke(app, ["train", *given, "swap.centre=false", *settings, "--dry-run", "--json"])
+    assert (done.exit_code == 0) is (problem is None), done.output
+    assert problem is None or says(done.output, problem), done.output

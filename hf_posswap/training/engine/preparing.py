@@ -285,6 +285,24 @@ def stop_at(model: PreTrainedModel, token: int) -> None:
     generation.eos_token_id = token if stops in ([], [token]) else [token, *(stop for stop in stops if stop != token)]
 
 
+def check_config(recipe: Recipe, services: Services) -> bool:
+    """Check the swap of `recipe`, its centring and its fit by the model's config, and return whether it is causal.
+
+    Raises:
+        PosswapError: as `prepare`, for what the config shows.
+    """
+    if recipe.model.revision is not None or adapter_source(recipe.model.source) is not None:
+        return recipe.objective.predicts_next_token
+    skeleton = on_meta(recipe.model.source, **{TRUST: recipe.model.trust_remote_code})
+    check_reads_text(skeleton, recipe.objective.kind)
+    geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
+    if scheme is not None:
+        plan = plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
+        if recipe.model.dtype != "auto":  # the dtype that the weights are loaded in
+            check_start(skeleton.to(getattr(torch, recipe.model.dtype)), scheme, plan, recipe.swap, services)
+    return geometry.causal
+
+
 def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> PreTrainedTokenizerBase:
     """Check config and text before the weights are read, which may take long; return the tokenizer.
 
@@ -294,16 +312,7 @@ def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) ->
         PosswapError: as `prepare`, for what the config and the text show.
     """
     check_sources(recipe.data)
-    causal = recipe.objective.predicts_next_token
-    if recipe.model.revision is None and adapter_source(recipe.model.source) is None:
-        skeleton = on_meta(recipe.model.source, **{TRUST: recipe.model.trust_remote_code})
-        check_reads_text(skeleton, recipe.objective.kind)
-        geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
-        if scheme is not None:
-            plan = plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
-            if recipe.model.dtype != "auto":  # the dtype that the weights are loaded in
-                check_start(skeleton.to(getattr(torch, recipe.model.dtype)), scheme, plan, recipe.swap, services)
-        causal = geometry.causal
+    causal = check_config(recipe, services)
     tokenizer = load_recipe_tokenizer(recipe)
     text = read_text(recipe.data, tokenizer, causal=causal, say=say)
     check_held_out(text.lengthy, recipe.evaluation.lengths)
