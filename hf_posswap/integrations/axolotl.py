@@ -25,6 +25,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search import check_fit, fit_bias, fit_rotation
 from hf_posswap.text.documents import GIVE, file_documents, files_below
 from hf_posswap.text.tokens import load_tokenizer, token_stream
+from hf_posswap.training.engine.fitting import fitted_length
 from hf_posswap.training.trainer_callback import PosswapCallback
 from hf_posswap.utils.printable import brief_repr
 
@@ -193,7 +194,7 @@ def swap(model: PreTrainedModel, settings: PosswapSettings, cfg: DictDefault) ->
             "set posswap.fit to 0, or train without adapter."
         )
     check_fit(model, plan.scheme if rotates else scheme)
-    rows = fitting_rows(settings, cfg, plan.sites.geometry.original_length)
+    rows = fitting_rows(settings, cfg, fitted_length(plan.sites.geometry))
     fitted: Scheme = scheme if rotates else fit_bias(model, scheme, rows)
     patch_model(model, fitted, max_length=settings.max_length)
     if rotates:

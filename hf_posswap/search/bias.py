@@ -73,7 +73,8 @@ def fit_bias(
         model: an unswapped model of one stack; it is not changed. It reads every text once as it is, and once per
             layer, up to that layer, without its positions.
         scheme: "alibi" or "t5", with or without the options interpolation, num_buckets, max_distance.
-        tokens: rows of token ids, one text per row, without padding, each within the original length.
+        tokens: rows of token ids, one text per row, without padding, each within the original length. A few rows of
+            1,024 tokens are enough; the time grows with the square and the cube of the longest.
         progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS
             or `disable_progress_bar` of transformers turns bars off.
 

@@ -68,7 +68,8 @@ class SwapSettings:
         fit: windows of the training text on which the new mechanism is fitted to the model's own positions before
             training; 0: no fit. alibi and t5 start with the bias nearest to a learned table or a rotation
             (hf_posswap.fit_bias), and rotary schemes with partial below 1 with the queries and keys nearest to a
-            learned table (hf_posswap.fit_rotation).
+            learned table (hf_posswap.fit_rotation). Of each window, the part within the model's length is read, and at
+            most 2,048 tokens of it if the model rotates.
         gradual_steps: steps over which the share of the new mechanism grows from 0 to 1; 0: a full swap at once.
     """
 

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_posswap.errors import ConfigError, DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.tools.centring import centre_table, check_centring
@@ -21,6 +22,23 @@ from hf_posswap.training.engine.services import Services
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+MOST_TO_ROTATION = 2048
+"""Most tokens of a text in a fit to a rotation: its time grows with the cube of them, and a rotation has no end."""
+
+
+def fitted_length(geometry: Geometry) -> int:
+    """Return the most tokens of a text that a fit to a model of this `geometry` reads.
+
+    Example:
+        >>> fitted_length(Geometry(8, 1, 1, 8, 1, original_length=8192, causal=True))
+        8192
+        >>> fitted_length(Geometry(8, 1, 1, 8, 1, original_length=8192, causal=True, base=10000.0))
+        2048
+    """
+    length = geometry.original_length
+    return length if geometry.base is None else min(length, MOST_TO_ROTATION)
 
 
 def first_windows(windows: TokenWindows, count: int, length: int) -> list[np.ndarray]:

@@ -30,7 +30,14 @@ from hf_posswap.training.data.sources import Say, check_sources, data_notes
 from hf_posswap.training.distill import make_teacher
 from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.checkpoints import base_identity, load_weights
-from hf_posswap.training.engine.fitting import centre, check_start, first_windows, fit_scheme, fit_weights
+from hf_posswap.training.engine.fitting import (
+    centre,
+    check_start,
+    first_windows,
+    fit_scheme,
+    fit_weights,
+    fitted_length,
+)
 from hf_posswap.training.engine.gates import (
     check_held_out,
     check_positions,
@@ -142,7 +149,7 @@ def prepare(
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
     recovery = _recovery(model, data, min(window, recipe.data.length)) if recovers and causal else None
-    fitted_to = first_windows(data.train, recipe.swap.fit, window) if recipe.swap.fit else []
+    fitted_to = first_windows(data.train, recipe.swap.fit, fitted_length(sites.geometry)) if recipe.swap.fit else []
     if scheme is not None:
         scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
         plan = swap_plan(patch_model(model, scheme, **swap_options))

@@ -14,6 +14,7 @@ from hf_posswap import fit_bias, fit_rotation, patch_model, run_recipe
 from hf_posswap.errors import ConfigError, PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.engine import fitting
 from tests.training.engine_runs import assert_same_weights, recipe, write_model
 
 HALF = {"name": "rope", "partial": 0.5}
@@ -44,6 +45,17 @@ def test_a_bias_begins_as_fit_bias_has_it(tmp_path: Path, scheme: str, kind: str
         fitted, run_recipe(recipe(tmp_path / "fitted", f"swap.scheme={file}", f"out={tmp_path / 'two'}", kind=kind))
     )
     assert f"fitted to the effect of the model's own positions on {sum(map(len, texts))} tokens" in said(fitted)
+
+
+@pytest.mark.slow
+def test_a_fit_to_a_rotation_reads_the_beginnings_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "MOST_TO_ROTATION", 12)
+    for kind, tokens in (("gpt2", 4 * 32), ("llama", 4 * 12)):
+        swap = {"scheme": {"name": "alibi"}, "fit": 4}
+        fitted = run_recipe(
+            recipe(tmp_path / kind, "training.max_steps=2", "training.warmup_steps=0", kind=kind, swap=swap)
+        )
+        assert f"fitted to the effect of the model's own positions on {tokens} tokens" in said(fitted)
 
 
 @pytest.mark.slow
