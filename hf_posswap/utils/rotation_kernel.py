@@ -7,15 +7,13 @@ each process before it takes it.
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 _ELEMENTS = 2048
 """Pairs of a block."""
-constexpr: TypeAlias = Any
-"""Triton reads the name: such an argument is a constant of the kernel."""
 tl: Any = None
 """Triton's language, by the name that its kernels use, from the first call on."""
 
@@ -34,13 +32,13 @@ def _kernel() -> Any:
     return triton.jit(_rotate)
 
 
+@no_type_check  # Triton reads annotations: of constants alone, by this name
 def _rotate(
-    x: Any, out: Any, cos: Any, sin: Any, heads: Any, tokens: Any, blocks: Any,
-    xb: Any, xh: Any, xq: Any, xd: Any, ob: Any, oh: Any, oq: Any, od: Any,
-    cb: Any, ch: Any, cq: Any, sb: Any, sh: Any, sq: Any,
-    HALF: constexpr, PAIRS: constexpr, PASSED: constexpr, PASSED_WIDTH: constexpr,
-    INTERLEAVED: constexpr, TOKENS: constexpr,
-) -> None:  # fmt: skip
+    x, out, cos, sin, heads, tokens, blocks,
+    xb, xh, xq, xd, ob, oh, oq, od, cb, ch, cq, sb, sh, sq,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, PASSED: tl.constexpr, PASSED_WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Write the rotation of a block of tokens of one head; b, h, q and d are strides."""
     place = tl.program_id(0)
     head = (place % heads).to(tl.int64)

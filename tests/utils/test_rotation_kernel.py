@@ -43,9 +43,42 @@ print(cases)
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: it comes with torch for GPUs")
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_posswap.utils.rotation_kernel import _kernel
+
+names = _kernel().arg_names
+for interleaved, passed, dtype in ((False, 0, "*bf16"), (True, 16, "*fp32")):
+    constants = dict(HALF=32, PAIRS=32, PASSED=passed, PASSED_WIDTH=16, INTERLEAVED=interleaved, TOKENS=64)
+    types = {"x": dtype, "out": dtype, "cos": "*fp32", "sin": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
+    source = ASTSource(_kernel(), signature, constexprs={(names.index(name),): constants[name] for name in constants})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert made.asm["cubin"]
+    assert "fma" not in made.asm["ptx"]
+"""
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed: it comes with torch for GPUs"
+)
+
+
+@needs_triton
 def test_it_is_the_rotation_bit_by_bit_in_every_memory_layout() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["288"]
+    assert run(CODE, TRITON_INTERPRET="1").split() == ["288"]
+
+
+@needs_triton
+def test_it_compiles_for_a_gpu_without_fusing_products_and_sums() -> None:
+    """The interpreter runs what the compiler refuses."""
+    run(COMPILED)
+
+
+def run(code: str, **environment: str) -> str:
+    """Return what a fresh process prints: Triton either interprets or compiles in a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
