@@ -295,6 +295,34 @@ def cudnn_attention() -> OpOverloadPacket:
     return torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
+def attend_with_sums(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return flex_attention [B, H, Q, D], and the logarithm of each query's sum of exp(score) [B, H, Q].
+
+    Touches `flex_attention`'s `return_aux` (torch 2.9 to 2.15), and `return_lse`, which was its name before (torch 2.6
+    on). Without it two calls of flex_attention cannot be joined.
+    """
+    from torch.nn.attention import flex_attention
+
+    if hasattr(flex_attention, "AuxRequest"):
+        options["return_aux"] = flex_attention.AuxRequest(lse=True)
+        out, told = flex_attention.flex_attention(query, key, value, **options)
+        return out, told.lse
+    return flex_attention.flex_attention(query, key, value, **options, return_lse=True)
+
+
+def many_kinds() -> AbstractContextManager[object]:
+    """Return a context in which torch.compile makes code for up to 256 kinds of calls of a function.
+
+    Touches `torch._dynamo.config.recompile_limit` (torch 2.7 to 2.15), and `cache_size_limit`, which was its name
+    before. Without it the ninth kind of a bias, layout or length in a process runs as the function is written:
+    flex_attention then holds all scores, with no more than a line in the log.
+    """
+    from torch._dynamo import config
+
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    return config.patch({name: 256})
+
+
 def fused_takes_groups(device: str) -> bool:
     """Return whether both operators take fewer heads of keys and values than of queries on "cpu" or "cuda".
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.compat.torch_dispatch import works_correctly
+from hf_posswap.compat.torch_dispatch import attend_with_sums, many_kinds, works_correctly
 from hf_posswap.utils.devices import device_type, is_standing_for
 
 if TYPE_CHECKING:
@@ -83,20 +83,65 @@ def attend_read(
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-    blocks = _causal_blocks(query.shape[2], key.shape[2], query.device) if causal else None
-    grouped = query.shape[1] != key.shape[1]
-    return _compiled(query.device.type)(
-        query, key, value, score_mod=modified, block_mask=blocks, scale=scaling, enable_gqa=grouped,
-        kernel_options=_ONE_KERNEL,
-    )  # fmt: skip
+    from torch.nn.attention.flex_attention import flex_attention
+
+    blocks = _past_blocks(query.shape[2], key.shape[2], 0, None, query.device) if causal else None
+    with many_kinds():
+        return _compiled(flex_attention, query.device.type)(
+            query, key, value, score_mod=modified, block_mask=blocks, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1], kernel_options=_ONE_KERNEL,
+        )  # fmt: skip
+
+
+def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, scaling: float) -> Tensor:
+    """Return causal attention [B, H, Q, D] with the bias line[h, min(i - j, N)] by compiled flex_attention.
+
+    Few keys of a query are nearer than N. The bias of all others is one number, which is added to the logarithm of the
+    sum of their exp(score): so no number is read for them, which takes five times as long as the rest.
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, G, K, D], as many as queries; G a divisor of H.
+        value: [B, G, K, D].
+        line: [H, N + 1], float32, which may need gradients.
+        scaling: multiplies the scores.
+    """
+    if is_standing_for():
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    rows, settled = query.shape[2], -(-(line.shape[1] - 1) // BLOCK) * BLOCK
+    near = _past_blocks(rows, rows, 0, settled, query.device)
+    far = _past_blocks(rows, rows, settled, None, query.device)
+    with many_kinds():
+        return _compiled(_near_and_far, query.device.type)(query, key, value, line, near, far, scaling)
+
+
+_FEW_LOADS: dict[str, Any] = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 1, "bwd_num_stages": 1}
+"""The numbers that a kernel reads by distance take shared memory for each stage: an H100 has too little for three."""
+
+
+def _near_and_far(
+    query: Tensor, key: Tensor, value: Tensor, line: Tensor, near: BlockMask, far: BlockMask, scaling: float
+) -> Tensor:
+    last = line.shape[1] - 1
+
+    def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return score + line[head, (row - column).clamp(0, last)]
+
+    given: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    nearby, sums = attend_with_sums(
+        query, key, value, score_mod=biased, block_mask=near, kernel_options=_ONE_KERNEL | _FEW_LOADS, **given
+    )
+    distant, distant_sums = attend_with_sums(query, key, value, block_mask=far, kernel_options=_ONE_KERNEL, **given)
+    weight = torch.sigmoid(distant_sums + line[:, last, None] - sums)[..., None]  # [B, H, Q, 1], 0 where none is far
+    return (nearby.float() + weight * (distant.float() - nearby.float())).to(query.dtype)
 
 
 @functools.cache
-def _compiled(device: str) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
+def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     # for a second length torch 2.13 generates dynamic code, which does not compile on a CPU
-    return torch.compile(flex_attention, dynamic=False if device == "cpu" else None)
+    return torch.compile(function, dynamic=False if device == "cpu" else None)
 
 
 BLOCK = 128
@@ -104,18 +149,28 @@ BLOCK = 128
 
 
 @functools.lru_cache(maxsize=8)
-def _causal_blocks(rows: int, columns: int, device: torch.device) -> BlockMask:
-    """Return the causal mask by blocks, from their bounds: `create_block_mask` would hold all of [Q, K]."""
+def _past_blocks(rows: int, columns: int, low: int, high: int | None, device: torch.device) -> BlockMask:
+    """Return the mask of the keys at distances from `low` to below `high`, by blocks, from their bounds.
+
+    `create_block_mask` would hold all of [Q, K].
+    """
     from torch.nn.attention.flex_attention import BlockMask
+
+    def seen_at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        is_past = row - column >= low
+        return is_past if high is None else is_past & (row - column < high)
 
     with torch.device(device):
         row, column = torch.arange(0, rows, BLOCK)[:, None], torch.arange(0, columns, BLOCK)
-        seen = column < (row + BLOCK).clamp(max=rows)  # [Q/128, K/128]
+        least, most = row - column - BLOCK + 1, (row + BLOCK).clamp(max=rows) - 1 - column  # distances in a block
+        seen = most >= low  # [Q/128, K/128]
         # a block that the text ends in is never whole
-        whole = (column + BLOCK <= row + 1) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
+        whole = (least >= low) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
+        if high is not None:
+            seen, whole = seen & (least < high), whole & (most < high)
         (count, order), (whole_count, whole_order) = _listed(seen & ~whole), _listed(whole)
     return BlockMask.from_kv_blocks(
-        count, order, whole_count, whole_order, BLOCK_SIZE=BLOCK, mask_mod=_is_past, seq_lengths=(rows, columns)
+        count, order, whole_count, whole_order, BLOCK_SIZE=BLOCK, mask_mod=seen_at, seq_lengths=(rows, columns)
     )
 
 
@@ -123,10 +178,6 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks each row of `blocks` [Q/128, K/128] has, [1, 1, Q/128], and their indices, those first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
-
-
-def _is_past(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    return row >= column
 
 
 def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -> bool:
@@ -139,6 +190,16 @@ def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -
     if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
         return False  # flex_attention has no gradient on a CPU
     return is_standing_for() or flex_available(device, differentiated)
+
+
+def fits_settled(query: Tensor, key: Tensor, value: Tensor, *, learned: bool) -> bool:
+    """Return whether `attend_settled` supports these tensors, with a bias that is `learned` or not, and is correct."""
+    if device_type(query) != "cuda" or query.shape[-1] != value.shape[-1] or query.shape[-1] < LEAST_WIDTH:
+        return False
+    if not query.dtype == key.dtype == value.dtype or query.dtype == torch.float64:
+        return False
+    differentiated = learned or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+    return is_standing_for() or settled_available("cuda", differentiated)
 
 
 @functools.cache
@@ -155,8 +216,25 @@ def flex_available(device: str, differentiated: bool) -> bool:
     return works_correctly("flex_attention", device, error)
 
 
-def _error(device: str, length: int, learned: bool) -> float:
-    """Return the largest difference between `attend_read` and the formula, and of its gradients if `learned`."""
+@functools.cache
+def settled_available(device: str, differentiated: bool) -> bool:
+    """Return whether `attend_settled` works correctly on `device`; warn once if not. A CPU has no such call."""
+
+    def error(device: str) -> float:
+        return max(_error(device, length, differentiated, settled=40) for length in (300, 400))
+
+    return device == "cuda" and works_correctly("flex_attention with a settled bias", device, error)
+
+
+def _error(device: str, length: int, learned: bool, settled: int | None = None) -> float:
+    """Return the largest difference from the formula of `attend_read`, or `attend_settled`, and of its gradients.
+
+    Args:
+        device: its type.
+        length: tokens.
+        learned: whether gradients are compared.
+        settled: the distance from which the bias stays the same; None: it does not.
+    """
     source = torch.Generator("cpu").manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = (2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16), (4, length)
@@ -164,9 +242,13 @@ def _error(device: str, length: int, learned: bool) -> float:
         drawn = [torch.randn(*shape, generator=source, device="cpu").to(device, dtype) for shape in shapes]
         leaves = [x.requires_grad_(learned) for x in (*drawn[:3], drawn[3].float())]
         query, key, value, line = leaves
-        positions = torch.arange(length, device=device).expand(2, -1)
-        result = attend_read(query, key, value, ByDistance(line, 0, positions, positions), scaling=0.3, causal=True)
-        expected = _formula(*leaves)
+        if settled is None:
+            positions = torch.arange(length, device=device).expand(2, -1)
+            read = ByDistance(line, 0, positions, positions)
+            result = attend_read(query, key, value, read, scaling=0.3, causal=True)
+        else:
+            result = attend_settled(query, key, value, line[:, : settled + 1], scaling=0.3)
+        expected = _formula(leaves[0], leaves[1], leaves[2], leaves[3], settled)
         pairs = [(result, expected)]
         if learned:
             grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (result, expected))
@@ -174,10 +256,10 @@ def _error(device: str, length: int, learned: bool) -> float:
         return max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs)
 
 
-def _formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor) -> Tensor:
-    """Return causal attention with the bias line[h, i - j] by the formula, in float32."""
+def _formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor, settled: int | None) -> Tensor:
+    """Return causal attention with the bias line[h, i - j], or line[h, min(i - j, settled)], in float32."""
     keys, values = (x.float().repeat_interleave(2, dim=1) for x in (key, value))
     rows = torch.arange(query.shape[2], device=query.device)
     apart = rows[:, None] - rows[None]  # [Q, K]
-    scores = query.float() @ keys.transpose(-1, -2) * 0.3 + line[:, apart.clamp(min=0)]
+    scores = query.float() @ keys.transpose(-1, -2) * 0.3 + line[:, apart.clamp(min=0, max=settled)]
     return scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values

@@ -427,7 +427,7 @@ class T5Mechanism(DistanceMechanism):
 
     def __init__(self, scheme: T5Bias, geometry: Geometry) -> None:
         super().__init__()
-        self.max_distance = scheme.max_distance
+        self.max_distance = self.settles_at = scheme.max_distance
         self.bucket = buckets(scheme.num_buckets, scheme.max_distance, causal=geometry.causal)
         start = torch.zeros(scheme.num_buckets, geometry.num_heads, dtype=torch.float32, device="cpu")
         if scheme.start is not None:

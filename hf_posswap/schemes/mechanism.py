@@ -66,6 +66,8 @@ class Mechanism(nn.Module):
     """Whether a bias is added to the attention scores."""
     distance_only: bool = False
     """Whether the bias is a function of the distance alone: `distance_bias` gives it."""
+    settles_at: int | None = None
+    """The distance from which the bias of keys in the past stays the same, where it is a function of distance alone."""
     piecewise: bool = False
     """Whether the bias is piecewise linear in a share of distance and query position: `piecewise_bias` gives it."""
     slopes: Tensor | None = None

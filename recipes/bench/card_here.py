@@ -10,6 +10,7 @@ PyTorch's and Triton's.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class CompiledKernel:
 
 @contextmanager
 def lowering(card: Card, kernels: list[CompiledKernel]) -> Iterator[None]:
-    """Lower `attend_read` of fake CPU tensors for `card` within the block, and append its kernels to `kernels`.
+    """Lower calls of `kernels.flex` with fake CPU tensors for `card` in the block, and append theirs to `kernels`.
 
     Leaves Triton's driver and PyTorch's cached card changed, so use a separate process.
     """
@@ -103,15 +104,15 @@ def lowering(card: Card, kernels: list[CompiledKernel]) -> Iterator[None]:
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     lower: Any = partial(_lower, card, kernels)
     backend = partial(compile_fx.compile_fx, inner_compile=lower)
-    call = torch.compile(flex_attention.flex_attention, backend=backend)  # dynamic=None, as for a GPU
+    compiled = functools.cache(lambda function, device: torch.compile(function, backend=backend))  # as for a GPU
     with ExitStack() as stack:
         settings = {"compile_threads": 1, "force_disable_caches": True, "use_static_triton_launcher": False}
         stack.enter_context(config.patch(settings))
-        stack.enter_context(patch.object(flex, "_compiled", lambda device: call))
+        stack.enter_context(patch.object(flex, "_compiled", compiled))
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *tensors: None))
         options = _keeping_logsumexp(flex_attention._apply_kernel_options)
         stack.enter_context(patch.object(flex_attention, "_apply_kernel_options", options))
-        stack.callback(flex._causal_blocks.cache_clear)  # they are fake
+        stack.callback(flex._past_blocks.cache_clear)  # they are fake
         stack.enter_context(FakeTensorMode())
         yield
 

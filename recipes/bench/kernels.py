@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled
 from hf_posswap.utils.atomic_io import write_text
 from hf_posswap.utils.format import said_by
 from recipes.bench.card_here import CARDS, KIB, CompiledKernel, lowering
@@ -49,7 +49,8 @@ class Call:
     """A call of `attend_read`, causal: two rows, 8 heads in 2 groups.
 
     Attributes:
-        bias: "alibi"; "t5" for a learned bias by distance; "none" for the baseline.
+        bias: "alibi"; "t5" for a learned bias by distance; "settled" for one that stays the same from 128 tokens on;
+            "none" for the baseline.
         dtype: of queries, keys and values.
         width: dimensions of a head.
     """
@@ -75,11 +76,15 @@ class Call:
             "t5": ByDistance(torch.empty(8, length, requires_grad=True), 0, at, at),
         }
         scaling = 1 / math.sqrt(self.width)
-        output = attend_read(query, key, value, biases[self.bias], scaling=scaling, causal=True)
+        if self.bias == "settled":
+            line = torch.empty(8, 129, requires_grad=True)
+            output = attend_settled(query, key, value, line, scaling=scaling)
+        else:
+            output = attend_read(query, key, value, biases[self.bias], scaling=scaling, causal=True)
         output.sum().backward()
 
 
-DTYPES, WIDTHS, BIASES = ("bfloat16", "float32"), (64, 128, 256), ("none", "alibi", "t5")
+DTYPES, WIDTHS, BIASES = ("bfloat16", "float32"), (64, 128, 256), ("none", "alibi", "t5", "settled")
 CALLS = {call.name: call for call in (Call(b, d, w) for d in DTYPES for w in WIDTHS for b in BIASES)}
 USUAL = [name for name, call in CALLS.items() if call.dtype == "bfloat16" and call.width <= 128]
 """The default calls, which compile in 20 minutes."""

@@ -292,3 +292,29 @@ def test_cudnn_attention() -> None:
     names = torch_dispatch.argument_names(torch_dispatch.cudnn_attention().default)
     assert names[:5] == ["query", "key", "value", "attn_bias", "compute_log_sumexp"]
     assert names[5:] == ["dropout_p", "is_causal", "return_debug_mask", "scale"]
+
+
+def test_many_kinds() -> None:
+    made = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    run = torch.compile(lambda x: x.sin() + 1, backend=backend, dynamic=False)
+    for size in range(2, 22):
+        with torch_dispatch.many_kinds():
+            run(torch.ones(size))
+    assert len(made) == 20
+    for size in range(22, 26):
+        run(torch.ones(size))
+    assert len(made) == 20  # the limit is torch's own again
+
+
+def test_attend_with_sums() -> None:
+    query, key, value = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
+    out, sums = torch_dispatch.attend_with_sums(query, key, value, scale=0.3, enable_gqa=True)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = query @ keys.mT * 0.3
+    torch.testing.assert_close(out, scores.softmax(-1) @ values)
+    torch.testing.assert_close(sums, scores.logsumexp(-1))

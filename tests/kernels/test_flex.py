@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -144,7 +145,7 @@ def test_a_model_under_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_that_fails_means_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_compiled", lambda device: 1 / 0)
+    monkeypatch.setattr(flex, "_compiled", lambda function, device: 1 / 0)
     flex.flex_available.cache_clear()
     model, ids = llama("alibi").requires_grad_(False), torch.randint(3, 67, (2, 20))
     expected = model(ids).logits
@@ -177,12 +178,13 @@ def test_flex_on_a_gpu_gives_gradients_and_needs_memory_of_order_length() -> Non
     assert torch.cuda.max_memory_allocated() - before < dense / 4
 
 
+@pytest.mark.parametrize(("low", "high"), [(0, None), (128, None), (0, 128), (256, None), (0, 256), (128, 384)])
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (128, 128), (129, 129), (300, 300), (1000, 1000), (300, 200), (200, 300)]
 )
-def test_the_blocks_of_the_causal_mask_are_those_of_torch(rows: int, columns: int) -> None:
-    found = flex._causal_blocks(rows, columns, torch.device("cpu"))
-    expected = create_block_mask(flex._is_past, None, None, rows, columns, device="cpu")
+def test_the_blocks_of_a_mask_are_those_of_torch(rows: int, columns: int, low: int, high: int | None) -> None:
+    found = flex._past_blocks(rows, columns, low, high, torch.device("cpu"))
+    expected = create_block_mask(found.mask_mod, None, None, rows, columns, device="cpu")
     assert found.seq_lengths == expected.seq_lengths
     for kind in ("kv", "full_kv", "q", "full_q"):
         counts, indices = f"{kind}_num_blocks", f"{kind}_indices"
@@ -192,3 +194,24 @@ def test_the_blocks_of_the_causal_mask_are_those_of_torch(rows: int, columns: in
         assert ours.dtype == theirs.dtype == torch.int32
         listed = torch.arange(ours.shape[-1]) < count[..., None]
         assert torch.equal(ours[listed], theirs[listed])
+    apart = torch.arange(rows)[:, None] - torch.arange(columns)
+    held = (apart >= low) if high is None else (apart >= low) & (apart < high)
+    assert torch.equal(create_mask(found.mask_mod, None, None, rows, columns, device="cpu")[0, 0], held)
+
+
+@pytest.mark.parametrize("settled", [1, 100, 128, 200])
+def test_a_settled_bias_by_two_calls_is_that_of_the_formula(settled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls as they are written: compiled, they need a GPU."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it has gradients, not compiled
+    monkeypatch.setattr(flex, "_compiled", lambda function, device: function)
+    torch.manual_seed(0)
+    shapes = (2, 4, 500, 16), (2, 2, 500, 16), (2, 2, 500, 16), (4, settled + 1)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    found = flex.attend_settled(*leaves, scaling=0.3)
+    expected = flex._formula(*leaves, settled)
+    assert (found - expected).abs().max() < 1e-12
+    weight = torch.randn_like(found)
+    grads = [torch.autograd.grad((out * weight).sum(), leaves) for out in (found, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()

@@ -28,7 +28,7 @@ from hf_posswap.kernels import fused
 from hf_posswap.kernels.blockwise import attend_by_distance, attend_made, by_line, seen_distances
 from hf_posswap.kernels.calls import attend as attend_calls
 from hf_posswap.kernels.calls import numbered_anew
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled, fits_flex, fits_settled
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.merge import mergeable, region_calls
 from hf_posswap.kernels.piecewise_bias import PiecewiseBlocks, attend_piecewise, piecewise_blocks
@@ -61,6 +61,8 @@ MIN_QK_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
 MIN_FLEX_QK_PAIRS = 2**22
 """Pairs (2048 x 2048) from which "auto" takes flex on a GPU: it takes long to compile."""
+LEAST_SETTLED = 8
+"""Tokens over the distance from which a bias stays the same, from which flex attends to near and far keys apart."""
 LARGE_BIAS = 2**24
 """Numbers of a dense bias, 64 MiB, from which "auto" makes it in parts where only "chunked" applies."""
 MOST_CALLS = 64
@@ -257,11 +259,29 @@ def _hankel(request: Request, pieces: Pieces) -> Tensor:
 
 
 def _flex(request: Request, pieces: Pieces) -> Tensor:
+    settled = request.mechanism.settles_at
+    if settled is not None and _settles(request, settled):
+        line = request.mechanism.distance_bias(torch.arange(settled + 1, device=request.query.device))  # [H, N]
+        return attend_settled(request.query, request.key, request.value, line, scaling=request.scaling)
     bias = request.read()
     assert bias is not None
     return attend_read(
         request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
     )  # fmt: skip
+
+
+def _settles(request: Request, distance: int) -> bool:
+    """Return whether most keys of one whole text are at `distance` and more, where the bias is one number, on a GPU."""
+    length, keys = request.query.shape[2], request.key.shape[2]
+    if length != keys or length < LEAST_SETTLED * distance or not request.causal:
+        return False
+    if not fits_settled(request.query, request.key, request.value, learned=is_learned(request.mechanism)):
+        return False
+    layout = request.layout
+    if layout is None or layout.irregular or len(layout.regular) != 1:
+        return False
+    (text,) = whole(request.query.shape[0], length, keys, causal=True)
+    return layout.regular[0]._replace(start=0) == text
 
 
 def _chunked(request: Request, pieces: Pieces) -> Tensor:
@@ -420,8 +440,11 @@ def _applies(name: str, request: Request) -> bool:
     if name in ("chunked", "plain"):
         return True
     if name == "flex":
-        unmasked = request.mask is None and request.span.is_prefill
-        return unmasked and fits_flex(request.query, request.value, request.read())
+        if request.mask is not None or not request.span.is_prefill:
+            return False
+        settled = request.mechanism.settles_at
+        apart = settled is not None and _settles(request, settled)
+        return apart or fits_flex(request.query, request.value, request.read())
     division = request.division(name)
     if division is None:
         return False

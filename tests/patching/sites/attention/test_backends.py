@@ -19,6 +19,7 @@ from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import backends_of
 from hf_posswap.schemes.dynamic import Dynamic
 from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.utils.devices import standing_for
 from tests.contract.models import build
 from tests.contract.pairs import NOISE, gap, logits, words
 from tests.patching.sites.attention.encoders import swapped_bert
@@ -383,3 +384,50 @@ def test_two_graphs_serve_all_lengths_as_of_the_stock_model(scheme: str | None) 
         ids = words(1, length)
         assert gap(logits(run, ids, use_cache=False), logits(model, ids, use_cache=False)) < NOISE
     assert counter.frame_count == 2
+
+
+def test_a_settled_bias_is_attended_apart_in_one_whole_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, for which the tensors of a CPU stand here; its call is replaced by the formula."""
+    taken: list[int] = []
+
+    def by_formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, scaling: float) -> Tensor:
+        taken.append(line.shape[1])
+        keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+        apart = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+        scores = query @ keys.mT * scaling + line[:, apart.clamp(0, line.shape[1] - 1)]
+        return scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values
+
+    def read(query: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
+        taken.append(0)
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(backends, "attend_settled", by_formula)
+    monkeypatch.setattr(backends, "attend_read", read)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=67, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    patch_model(model, "t5", num_buckets=8, max_distance=8, init_std=1.0)
+    ids = torch.arange(160).view(2, 80).mul(7).remainder(61) + 3
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        set_backend(model, "flex")
+        with standing_for("cuda"):
+            for start in (0, 5):
+                at = torch.arange(start, start + 80)[None]
+                found = model(ids, position_ids=at, use_cache=False).logits
+                assert taken == [9, 9]
+                assert (found - expected).abs().max() < 1e-4
+                taken.clear()
+            packed = torch.arange(80).remainder(40)[None]
+            for given in ({"position_ids": packed}, {"position_ids": torch.arange(80)[None] * 2}):
+                model(ids, use_cache=False, **given)
+            assert 9 not in taken
+            model(ids[:, :63], use_cache=False)  # fewer than eight times 8
+            assert 9 not in taken
+            mask = torch.ones_like(ids)
+            mask[0, :5] = 0
+            model(ids, attention_mask=mask, use_cache=False)
+            assert 9 not in taken
