@@ -7,7 +7,8 @@
 Each case is repeated until its ratios are stable; their intervals are printed. If no core was free for part of the
 time, the row is marked as unreliable.
 
-Writes NAME.json, one row per line, and table.md of all results in the folder. The exit code is 1 if two implementations
+Writes NAME.json, one row per line, and table.md of all results in the folder, after each row: what is stopped keeps
+those that it has. The exit code is 1 if two implementations
 disagree or a benchmark fails; a missed goal is only reported in the table.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib
 import json
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,14 +43,15 @@ def main(
     torch.set_num_threads(1)
     wrong: list[str] = []
     for name in names or NAMES:
-        header = machine() | {"smoke": smoke}
+        header, rows = machine() | {"smoke": smoke}, list[dict[str, Any]]()
         try:
-            rows = _rows(name, smoke)
+            for row in _rows(name, smoke):
+                rows.append(row)
+                write_text(out / f"{name}.json", "\n".join(map(json.dumps, [header, *rows])) + "\n")
+                write_text(out / "table.md", report(out))
         except Exception:  # the other benchmarks still run
             wrong.append(f"{name}: {traceback.format_exc()}")
             continue
-        write_text(out / f"{name}.json", "\n".join(map(json.dumps, [header, *rows])) + "\n")
-        write_text(out / "table.md", report(out))
         wrong += [f"{name}: {row['name']}: {problem}" for row in rows for problem in row["wrong"]]
     typer.echo(report(out))
     if wrong:
@@ -56,24 +59,24 @@ def main(
         raise typer.Exit(1)
 
 
-def _rows(name: str, smoke: bool) -> list[dict[str, Any]]:
-    """Return the rows of one benchmark, and print each as it is measured."""
+def _rows(name: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one benchmark, and print each as it is measured."""
     module: Any = importlib.import_module(f"recipes.bench.{name}")
     if hasattr(module, "rows"):
-        return module.rows(smoke)
-    rows = []
+        yield from module.rows(smoke)
+        return
     for case in module.cases(smoke):
         try:
             with torch.no_grad():
-                rows.append(measure(case, module.__name__, smoke=smoke))
+                row = measure(case, module.__name__, smoke=smoke)
         except Exception as error:  # such as too little memory for one case
-            rows.append(broken(case.name, error))
+            row = broken(case.name, error)
         typer.echo(f"{name}: {case.name}")
-        if rows[-1].get("waited", 0.0) > BUSY and not smoke:
-            typer.echo(f"{name}: {case.name}: {doubt(rows[-1])}", err=True)
-        for peer, reason in rows[-1]["missing"].items():
+        if row.get("waited", 0.0) > BUSY and not smoke:
+            typer.echo(f"{name}: {case.name}: {doubt(row)}", err=True)
+        for peer, reason in row["missing"].items():
             typer.echo(f"{name}: {case.name}: {peer} NOT MEASURED: {reason}", err=True)
-    return rows
+        yield row
 
 
 def report(folder: Path) -> str:

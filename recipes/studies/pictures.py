@@ -113,17 +113,19 @@ def draw_beyond(result: dict[str, Any], path: Path) -> None:
 def draw_kept(result: dict[str, Any], path: Path) -> None:
     """Plot what other mechanisms lose by `recipes.studies.real_model within`, by tokens of training, to `path` (PNG).
 
-    Only mechanisms that were trained are drawn, in the dtype of most budgets.
+    Only mechanisms that were trained are drawn; of a number of tokens in two dtypes the one with more documents.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: the place cannot be written.
     """
     above = above_base(result["units"])
-    shown: dict[str, dict[int, dict[str, float]]] = {}
+    by_name: dict[str, dict[int, dict[str, float]]] = {}
     for (name, _), budgets in above.items():
-        if max(budgets) and len(budgets) > len(shown.get(name, ())):
-            shown[name] = budgets
+        for tokens, documents in budgets.items():
+            if len(documents) > len(by_name.setdefault(name, {}).get(tokens, ())):
+                by_name[name][tokens] = documents
+    shown = {name: budgets for name, budgets in by_name.items() if max(budgets)}
     if not shown:
         return
     picture, (ax,) = canvas.figure(8.0, 4.6, columns=1)

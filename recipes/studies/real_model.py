@@ -493,7 +493,7 @@ def within(
     out: Out,
     train: Annotated[list[str], typer.Option(help="As data.sources[].path.")],
     train_documents: TrainDocuments = 24,
-    tokens: Annotated[list[int] | None, typer.Option(help="To train on; a training for each.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="To train on; a training for each; 0: none.")] = None,
     documents: Documents = 16,
     step: Annotated[int, typer.Option(help="Tokens of an optimizer step.")] = 2 * SHORT,
     rates: Annotated[list[float] | None, typer.Option(help="Learning rates to try; repeated.")] = None,
@@ -510,7 +510,7 @@ def within(
         train_documents=train_documents, work=work,
     )  # fmt: skip
     tasks = _known_tasks(task)
-    budgets = sorted(tokens or (1 << 18, 1 << 20))
+    budgets = sorted(budget for budget in tokens or (1 << 18, 1 << 20) if budget)
     head = setting.head("within", context) | {"short": SHORT, "windows": WINDOWS}
     prompts = {"prompts": prompts_digest(setting)} if set(tasks) & set(TASKS) else {}
     results = Results(out / "within.json", head | prompts, ("short", "windows", *prompts))
@@ -518,7 +518,7 @@ def within(
     for reader in setting.wanted(MECHANISMS, only):
         with _put_in(setting, reader):
             _short(results, setting, {"mechanism": reader.name, "tokens": 0, "dtype": dtype}, setting.model, tasks)
-        rate = _best_rate(setting, reader, budgets[0], step, rates or RATES)
+        rate = _best_rate(setting, reader, budgets[0], step, rates or RATES) if budgets else 0.0
         for budget in budgets:
             run = _run_within(setting, reader, budget, step, rate)
             run.finish()

@@ -53,6 +53,18 @@ def test_a_peer_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"| RoPE, 64 tokens | rotary-embedding-torch | NOT MEASURED | | | {said} |" in done.output
 
 
+def test_a_benchmark_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cases(smoke: bool) -> Any:
+        yield Case("zeros", ways(0.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(roof, "cases", cases)
+    assert bench("roof", "--smoke", "--out", tmp_path).exit_code != 0
+    _, row = map(json.loads, (tmp_path / "roof.json").read_text().splitlines())
+    assert row["name"] == "zeros"
+    assert "| zeros |" in (tmp_path / "table.md").read_text()
+
+
 def test_a_case_that_breaks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Case("breaks", {"ours": lambda: 1 / 0}, tolerance=None)
     monkeypatch.setattr(roof, "cases", lambda smoke: [broken, Case("zeros", ways(0.0))])
