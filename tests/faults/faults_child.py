@@ -24,6 +24,7 @@ from hf_posswap.comparison import EvalSettings, compare  # noqa: E402
 from hf_posswap.errors import PosswapError  # noqa: E402
 from hf_posswap.evaluation.store import RunStore  # noqa: E402
 from hf_posswap.training import byte_tokenizer  # noqa: E402
+from hf_posswap.training.fresh import FreshSettings, fresh_tokenizer  # noqa: E402
 from hf_posswap.utils.atomic_io import write_text  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -31,9 +32,9 @@ transformers.utils.logging.disable_progress_bar()
 TEXTS = [f"{number}: " + " ".join(str((number * 7 + i) ** 2) for i in range(60)) for number in range(9)]
 
 
-def model(seed: int, width: int = 16) -> Any:
+def model(seed: int, width: int = 16, vocabulary: int = 257) -> Any:
     torch.manual_seed(seed)
-    config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=width, n_layer=1, n_head=2)
+    config = transformers.GPT2Config(vocab_size=vocabulary, n_positions=64, n_embd=width, n_layer=1, n_head=2)
     return transformers.GPT2LMHeadModel(config).eval()
 
 
@@ -66,11 +67,12 @@ def text(folder: Path, seed: int) -> Any:
 
 def use(folder: Path, seed: int) -> Any:
     """What a user does from a model to its export and its measurements."""
-    swapped = hf_posswap.patch_model(model(seed), "sinusoidal", max_length=128)
+    swapped = hf_posswap.patch_model(model(seed, vocabulary=300), "sinusoidal", max_length=128)
     hf_posswap.verify_swap(swapped)
     swapped.save_pretrained(folder / "shards", max_shard_size="1KB")
     hf_posswap.load(folder / "shards")
-    hf_posswap.save(swapped, folder / "model", tokenizer=byte_tokenizer())
+    tokenizer = fresh_tokenizer(FreshSettings("gpt2", vocabulary=300), TEXTS)  # llama.cpp takes none without merges
+    hf_posswap.save(swapped, folder / "model", tokenizer=tokenizer)
     hf_posswap.export(folder / "model", "llamacpp", folder / "model.gguf")
     hf_posswap.export(folder / "model", "torch", folder / "model.pt2")
     if not hf_posswap.check(folder / "model").ok:
