@@ -143,7 +143,8 @@ def _option(case: Case, candidate: Candidate, *, by_literature: bool) -> Option:
         key = (figure.source, figure.base.name, figure.whose)
         if key not in nearest or abs(figure.windows - case.windows) < abs(nearest[key].windows - case.windows):
             nearest[key] = figure
-    decisive, published = list(nearest.values()), _published(case, candidate)
+    decisive = sorted(nearest.values(), key=lambda figure: -figure.base.parameters)
+    published = _published(case, candidate)
     serving = serving_of(case, candidate.plan or scheme)
     against = _published_budget(case, candidate) if by_literature else _budget(case, candidate, decisive)
     if by_literature and not published:
