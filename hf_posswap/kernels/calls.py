@@ -167,10 +167,6 @@ def attend(pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, calls: Sequenc
     return _Joined.apply(tuple(calls), scaling, value, *flat)
 
 
-def _settings(call: Call, scaling: float) -> dict[str, Any]:
-    return {"scaling": scaling, "causal": call.causal, "bias": call.bias}
-
-
 def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return attention [B, H, Q, D] and the logarithm of its sums [B, H, Q]."""
     query = tensors[0]
@@ -181,7 +177,9 @@ def _joined(calls: Sequence[Call], scaling: float, value: Tensor, tensors: Seque
             call.query_rows(tensors[2 * call.pair]),
             call.key_rows(tensors[2 * call.pair + 1], share),
             call.key_rows(value, share),
-            **_settings(call, scaling),
+            scaling=scaling,
+            causal=call.causal,
+            bias=call.bias,
         )
         out, sums = call.query_back(out, 0.0), call.query_back(sums, -torch.inf)
         if joined is None and out.shape == query.shape:
@@ -238,7 +236,9 @@ class _Joined(torch.autograd.Function):
                 call.key_rows(value, share),
                 call.query_rows(out),
                 call.query_rows(sums),
-                **_settings(call, ctx.scaling),
+                scaling=ctx.scaling,
+                causal=call.causal,
+                bias=call.bias,
             )
             call.view(grads[1 + 2 * call.pair], 1, call.queries).add_(call.query_back(to_query, 0.0))
             call.view(grads[2 + 2 * call.pair], share, call.keys).add_(call.key_back(to_key))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LEAST_WIDTH = 16
 """Minimum head dimension of flex_attention's kernels."""
-_ONE_KERNEL: dict[str, bool] = {"FORCE_USE_FLEX_ATTENTION": True}
+_ONE_KERNEL: dict[str, bool | int] = {"FORCE_USE_FLEX_ATTENTION": True}
 """Below 128 queries a GPU would use the decoding kernel, which does not support that many grouped heads."""
 
 
@@ -117,7 +117,12 @@ def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, s
         return _compiled(_near_and_far, query.device.type)(query, key, value, line, near, far, scaling)
 
 
-_FEW_LOADS: dict[str, Any] = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 1, "bwd_num_stages": 1}
+_FEW_LOADS: dict[str, bool | int] = _ONE_KERNEL | {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_stages": 1,
+    "bwd_num_stages": 1,
+}
 """The numbers that a kernel reads by distance take shared memory for each stage: an H100 has too little for three."""
 
 
@@ -129,17 +134,20 @@ def _near_and_far(
     def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return score + line[head, (row - column).clamp(0, last)]
 
-    given: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    grouped = query.shape[1] != key.shape[1]
     nearby, sums = attend_with_sums(
-        query, key, value, score_mod=biased, block_mask=near, kernel_options=_ONE_KERNEL | _FEW_LOADS, **given
+        query, key, value, score_mod=biased, block_mask=near, scale=scaling, enable_gqa=grouped,
+        kernel_options=_FEW_LOADS,
+    )  # fmt: skip
+    distant, distant_sums = attend_with_sums(
+        query, key, value, block_mask=far, scale=scaling, enable_gqa=grouped, kernel_options=_ONE_KERNEL
     )
-    distant, distant_sums = attend_with_sums(query, key, value, block_mask=far, kernel_options=_ONE_KERNEL, **given)
     weight = torch.sigmoid(distant_sums + line[:, last, None] - sums)[..., None]  # [B, H, Q, 1], 0 where none is far
     return (nearby.float() + weight * (distant.float() - nearby.float())).to(query.dtype)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     # for a second length torch 2.13 generates dynamic code, which does not compile on a CPU
     return torch.compile(function, dynamic=False if device == "cpu" else None)
 

@@ -21,7 +21,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, rounded
-from hf_posswap.schemes.common.places import row_and_column
+from hf_posswap.schemes.common.table import row_and_column
 from hf_posswap.schemes.mechanism import Mechanism
 
 

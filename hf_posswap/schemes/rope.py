@@ -20,7 +20,7 @@ from hf_posswap.geometry import Geometry, Layout
 from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, rotate, stock_cos_sin, widest
 from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.places import row_and_column
+from hf_posswap.schemes.common.table import row_and_column
 from hf_posswap.schemes.mechanism import Mechanism
 
 DEFAULT_BASE = 10000.0

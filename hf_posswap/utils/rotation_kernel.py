@@ -7,6 +7,7 @@ each process before it takes it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, no_type_check
 
 import torch
@@ -19,7 +20,7 @@ tl: Any = None
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel() -> Mapping[tuple[int], Callable[..., object]]:
     """Return `_rotate` for a GPU.
 
     Raises:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_posswap.schemes import Alibi2D
-from hf_posswap.schemes.common.places import places_of
+from hf_posswap.schemes.common.table import places_of
 from tests.schemes.small import image_geometry
 
 

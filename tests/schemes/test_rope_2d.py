@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.schemes import Rope2D
-from hf_posswap.schemes.common.places import STRIDE, places_of
+from hf_posswap.schemes.common.table import ROW_STRIDE, places_of
 from tests.schemes.small import geometry, image_geometry
 
 LENGTH = torch.zeros(1, 1, 1, 1)
@@ -88,7 +88,9 @@ def test_a_score_depends_on_rows_and_columns_between(
     scheme = Rope2D(layout=layout)  # type: ignore[arg-type]
 
     def score(row: int, column: int) -> Tensor:
-        at, other = (torch.tensor([[r * STRIDE + c]]) for r, c in ((row, column), (row + apart[0], column + apart[1])))
+        at, other = (
+            torch.tensor([[r * ROW_STRIDE + c]]) for r, c in ((row, column), (row + apart[0], column + apart[1]))
+        )
         return (turned(scheme, query, at) * turned(scheme, key, other)).sum()
 
     torch.testing.assert_close(score(down, right), score(0, 0), rtol=0, atol=1e-4)
@@ -96,7 +98,7 @@ def test_a_score_depends_on_rows_and_columns_between(
 
 def test_rows_and_columns_are_told_apart() -> None:
     query = torch.ones(1, 1, 1, 16)
-    by_row = turned(Rope2D(), query, torch.tensor([[3 * STRIDE]]))
+    by_row = turned(Rope2D(), query, torch.tensor([[3 * ROW_STRIDE]]))
     by_column = turned(Rope2D(), query, torch.tensor([[3]]))
     assert (by_row - by_column).abs().max() > 0.5
 

@@ -24,7 +24,7 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.patching.record.refusals import REFUSED_ATTENTION, REFUSED_IN_MEMORY, stock_name
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.base import scheme_class
-from hf_posswap.schemes.common.places import STRIDE
+from hf_posswap.schemes.common.table import ROW_STRIDE
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _is_length(value: object) -> bool:
 
 def _is_image_size(value: object) -> bool:
     sides = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
-    return all(type(side) is int and 1 <= side < STRIDE for side in sides)
+    return all(type(side) is int and 1 <= side < ROW_STRIDE for side in sides)
 
 
 def _is_stacks(value: Any) -> bool:

@@ -6,12 +6,40 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import Input, Kind, Scheme, Traits
-from hf_posswap.schemes.common.places import STRIDE
+
+ROW_STRIDE = 2**16
+"""A patch in row r and column c of an image has the place r 2^16 + c, one number that is passed like a text position.
+
+A token without a patch (class, distillation) has the place -1.
+"""
+
+
+def places_of(grid: tuple[int, int], prefix: int, device: torch.device) -> Tensor:
+    """Return the places [1, prefix + R C] of the tokens of an image of R rows and C columns of patches.
+
+    Example:
+        >>> places_of((2, 2), 1, torch.device("cpu")).tolist()
+        [[-1, 0, 1, 65536, 65537]]
+    """
+    rows, columns = (torch.arange(count, device=device) for count in grid)
+    patches = (rows[:, None] * ROW_STRIDE + columns).flatten()  # [R C]
+    return torch.cat((patches.new_full((prefix,), -1), patches))[None]
+
+
+def row_and_column(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row and the column of tokens at `places`, and whether they are patches: three tensors of its shape.
+
+    Row and column of a token without a patch are 0.
+    """
+    placed = places >= 0
+    clamped = places.clamp(min=0)
+    return clamped // ROW_STRIDE, clamped % ROW_STRIDE, placed
 
 
 @dataclass(frozen=True)
@@ -80,10 +108,10 @@ def checked_size(owner: str, value: object) -> tuple[int, int]:
     """
     both = (value, value) if isinstance(value, int) else value
     sides = list(both) if isinstance(both, tuple | list) else []
-    if len(sides) != 2 or not all(type(side) is int and 1 <= side < STRIDE for side in sides):
+    if len(sides) != 2 or not all(type(side) is int and 1 <= side < ROW_STRIDE for side in sides):
         raise SchemeError(
-            f"{owner}: image_size must be a number of pixels, or height and width, each from 1 to {STRIDE - 1}, got "
-            f"{value!r}."
+            f"{owner}: image_size must be a number of pixels, or height and width, each from 1 to {ROW_STRIDE - 1}, "
+            f"got {value!r}."
         )
     return sides[0], sides[1]
 

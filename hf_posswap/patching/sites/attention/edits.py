@@ -29,7 +29,7 @@ from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Forwar
 from hf_posswap.patching.sites.attention.function import ConfigView, register_attention
 from hf_posswap.patching.sites.attention.positions import check_fits, check_not_packed, counted, find_span
 from hf_posswap.schemes.base import Scheme
-from hf_posswap.schemes.common.places import places_of
+from hf_posswap.schemes.common.table import places_of
 from hf_posswap.schemes.mechanism import Mechanism
 
 if TYPE_CHECKING:
