@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_posswap.errors import DataError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites, Stack, TokenTable
@@ -201,22 +202,34 @@ def centred_sums(scores: Tensor, distances: Tensor) -> Tensor:
         >>> centred_sums(torch.tensor([[5.0, 9.0], [1.0, 3.0]]), torch.arange(2)).tolist()
         [1.0, -1.0]
     """
-    index, seen = pairs_of(scores.shape[-1], distances, scores.device)
+    seen = pairs_at(scores.shape[-1], distances, scores.device)
     means = (scores * seen).sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)
-    return sums_at(index, (scores - means)[..., seen], len(distances))
+    return sums_at(distances, (scores - means) * seen)
 
 
-def pairs_of(length: int, distances: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index into `distances` of each query-key pair at one of them, [P], and their mask [L, L]."""
+def pairs_at(length: int, distances: Tensor, device: torch.device) -> Tensor:
+    """Return which query-key pairs are at one of the consecutive `distances` [N], bool [L, L]."""
     positions = torch.arange(length, device=device)
-    index = positions[:, None] - positions - int(distances[0])
-    seen = (index >= 0) & (index < len(distances))
-    return index[seen], seen
+    apart = positions[:, None] - positions
+    return (apart >= int(distances[0])) & (apart <= int(distances[-1]))
 
 
-def sums_at(index: Tensor, values: Tensor, count: int) -> Tensor:
-    """Return the sums [..., N] of `values` [..., P] with the same `index` [P]."""
-    return values.new_zeros(*values.shape[:-1], count).index_add_(-1, index, values)
+def sums_at(distances: Tensor, values: Tensor) -> Tensor:
+    """Return the sums of `values` [..., L, L], query by key, at each of the consecutive `distances`, [..., N].
+
+    Distances that the text does not have sum to 0.
+
+    Example:
+        >>> sums_at(torch.arange(-1, 3), torch.tensor([[1.0, 2.0], [4.0, 8.0]])).tolist()
+        [2.0, 9.0, 4.0, 0.0]
+    """
+    length, first, last = values.shape[-1], int(distances[0]), int(distances[-1])
+    # with the keys reversed, and each row longer by one than those it is read as, distances lie in columns
+    padded = functional.pad(values.flip(-1), (0, length)).flatten(-2)
+    sums = padded[..., : length * (2 * length - 1)].unflatten(-1, (length, -1)).sum(dim=-2)  # of 1 - L to L - 1
+    begin, end = max(first, 1 - length), min(last, length - 1)
+    found = sums[..., begin + length - 1 : end + length]
+    return functional.pad(found, (begin - first, last - end))
 
 
 class _ByLayer(Mechanism):
@@ -359,9 +372,9 @@ class BaseWatch(ProfileWatch):
 
     def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
         super().look_at_scores(head, scores, near)
-        index, seen = pairs_of(len(scores), self.distances[near], scores.device)
+        seen = pairs_at(len(scores), self.distances[near], scores.device)
         paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        self.attention[head, near] += sums_at(index, paid[seen], int(near.sum())).cpu()
+        self.attention[head, near] += sums_at(self.distances[near], paid).cpu()
 
 
 def watch_base(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray]) -> dict[int, BaseWatch]:
