@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_posswap.errors import NotEnoughMemoryError
 from hf_posswap.geometry import ConfigSizes
 from hf_posswap.training.config import Recipe
+from hf_posswap.training.engine.activations import saved_bytes
+from hf_posswap.training.engine.arguments import on_cpu
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.format import human_bytes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-# Values per token that a layer keeps for its backward, in multiples of the hidden and the inner width, as measured on
-# small models (tests/training/engine/test_memory.py); frozen matrices do not keep their inputs.
-_STATES, _FROZEN_STATES = (10, 4), (7, 3)
-_COMPOSED = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")  # each of several operations, which keep tensors
+_LOSS_STATES = 2  # copies of the last states: those with a label, their gradient
+_FINAL_STATES = 3  # what a last norm keeps after checkpointed layers, and its result
+_WORKING, _FROZEN_WORKING = 2, 3  # gradients as wide as the widest activation, less the input that a matrix kept
 _LOGITS = 3  # copies: logits, their logarithms, their gradient
 _TAUGHT_LOGITS = 5  # those of both models, the logarithms of both, chances
 _SCORES = 4  # copies of a bias: bias, scores, softmax, gradient
@@ -38,10 +41,14 @@ class TrainingNeed:
         gradients: of the trainable parameters.
         optimizer: its state, two values per weight for AdamW.
         activations: kept for the backward.
-        layer: activations of one layer during its backward.
+        layer: activations that one layer keeps for its backward.
         logits: of one chunk, and with chunks the head's gradient.
+        activation_gradients: gradients of activations during the backward of one layer.
+        loss_gradients: gradients of states, and with chunks of the head, with which the backward begins.
         teacher: the weights of the unswapped model; it keeps no activations.
         targets: what the unswapped model gives after each layer, where the loss compares it.
+        tied_gradients: gradients of a table that is tied to the head, held while they are added up.
+        recomputes: whether the backward recomputes the activations of each layer.
         accumulates: whether gradients of earlier batches exist during the forward.
     """
 
@@ -51,21 +58,31 @@ class TrainingNeed:
     activations: int
     layer: int
     logits: int
+    activation_gradients: int = 0
+    loss_gradients: int = 0
     teacher: int = 0
     targets: int = 0
+    tied_gradients: int = 0
+    recomputes: bool = False
     accumulates: bool = False
 
     @property
     def total(self) -> int:
-        """The peak: at the end of the forward, or when the last gradients are computed."""
-        forward, backward = self.activations + self.logits, self.layer + self.gradients
+        """The peak: at the end of the forward, in the backward of the last layer, or in that of the first."""
+        forward, last = (
+            self.activations + self.logits,
+            self.activations + self.activation_gradients + self.loss_gradients,
+        )
+        if self.recomputes:
+            last += self.layer
         if self.accumulates:
-            forward += self.gradients
-        return self.weights + self.teacher + self.targets + self.optimizer + max(forward, backward)
+            forward, last = forward + self.gradients, last + self.gradients
+        first = self.layer + self.activation_gradients + self.gradients + self.tied_gradients
+        return self.weights + self.teacher + self.targets + self.optimizer + max(forward, last, first)
 
     def __str__(self) -> str:
-        sizes = {name: size for name, size in vars(self).items() if size and name != "accumulates"}
-        size_list = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+        sizes = {name: size for name, size in vars(self).items() if size and not isinstance(size, bool)}
+        size_list = ", ".join(f"{name.replace('_', ' ')} {human_bytes(size)}" for name, size in sizes.items())
         return f"about {human_bytes(self.total)} (not all at once: {size_list})"
 
 
@@ -100,63 +117,65 @@ def training_need(
     shards = launch.replicas * launch.context if launch.shards else 1
     gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) // shards
     rows, split = recipe.training.per_device_train_batch_size, launch.context * launch.ulysses
-    length = recipe.data.length // split
-    half = recipe.training.bf16 or recipe.training.fp16
-    size = _FLOAT // 2 if half else _FLOAT
-    layer = rows * length * _layer_states(model.config, recipe) * size
-    scores = [
+    tokens = rows * (recipe.data.length // split)
+    half = torch.bfloat16 if recipe.training.bf16 else torch.float16 if recipe.training.fp16 else None
+    size = _FLOAT if half is None else half.itemsize
+    saved = saved_bytes(model, autocast=half, on_gpu=not on_cpu(recipe))
+    pairs = [
         rows * (recipe.data.length // biased_length) * (biased_length // split) ** 2 for biased_length in biased
     ]  # shorter windows are more per row
-    layer += _SCORES * sizes.heads * max(scores, default=0) * _FLOAT
+    pairs_held = max(pairs, default=0)
+    kept = int(saved.token * tokens) + saved.fixed
     residual_size = int(
         model.get_input_embeddings().weight.element_size()
     )  # autocast leaves them in the weights' dtype
-    states = sizes.layers * rows * length * sizes.hidden * residual_size
+    last_states = tokens * sizes.hidden * residual_size
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
     options = [getattr(recipe.training, name, None) for name in names]
     offloads = any(isinstance(each, Mapping) and bool(each.get("offload")) for each in options)
-    checkpointed = states if recipe.checkpoints_activations and not offloads else 0
-    copies = _LOGITS if teacher is None else _TAUGHT_LOGITS
+    checkpointed = (0 if offloads else sizes.layers) * last_states
+    final, recomputes = _FINAL_STATES * last_states, recipe.checkpoints_activations
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    head_gradient = head.weight.numel() * _FLOAT if head is not None and head.weight.requires_grad else 0
+    head_copies = (1 + (tokens > chunk)) if chunk else 0  # summed; that of the chunk before is still held
+    head_half = 0 if head is None or half is None else head.weight.numel() * half.itemsize
+    compared = (sizes.layers - 1) * last_states if teacher is not None and recipe.objective.distill.states else 0
+    accumulates = recipe.training.gradient_accumulation_steps > 1
+    is_tied = head is not None and head.weight is table
+    logits = (_LOGITS if teacher is None else _TAUGHT_LOGITS) * min(chunk or tokens, tokens) * sizes.vocabulary * _FLOAT
     return TrainingNeed(
         weights=sum(p.numel() * p.element_size() for p in parameters) // shards,
         gradients=gradients,
         optimizer=_FEWER_STATES.get(recipe.training.optim or "", _ADAM_STATES) * gradients,
-        activations=checkpointed if recipe.checkpoints_activations else sizes.layers * layer,
-        layer=checkpointed + layer,
-        logits=_logits(model, sizes.vocabulary, rows * length, chunk, copies=half + copies),
+        activations=checkpointed if recomputes else kept + int(saved.pair * pairs_held),
+        layer=max(0, kept - final) // sizes.layers + _SCORES * sizes.heads * pairs_held * _FLOAT,
+        logits=logits
+        + head_half
+        + head_copies * head_gradient
+        + _LOSS_STATES * last_states
+        + (final if recomputes else 0),
+        activation_gradients=int((_FROZEN_WORKING if _is_frozen(recipe) else _WORKING) * saved.widest * tokens),
+        loss_gradients=(head_gradient if chunk else 0) + last_states,
         teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
-        targets=0 if teacher is None else _targets(recipe, sizes, states, rows * length, size),
-        accumulates=recipe.training.gradient_accumulation_steps > 1,
+        targets=0 if teacher is None else compared + _relations(recipe, sizes, tokens, size),
+        tied_gradients=(2 + accumulates) * head_gradient if is_tied else 0,
+        recomputes=recomputes,
+        accumulates=accumulates,
     )
 
 
-def _targets(recipe: Recipe, sizes: ConfigSizes, states: int, tokens: int, size: int) -> int:
-    """Return the bytes of the unswapped model's states, and of both models' queries, keys and values, that are held."""
-    distill, total = recipe.objective.distill, 0
-    if recipe.objective.kind != "distill":
+def _is_frozen(recipe: Recipe) -> bool:
+    """Return whether most matrices are frozen, and do not keep their inputs."""
+    if recipe.peft is not None:
+        return recipe.peft.get("target_modules") is None
+    return recipe.trainable.what != "full"
+
+
+def _relations(recipe: Recipe, sizes: ConfigSizes, tokens: int, size: int) -> int:
+    """Return the bytes of both models' queries, keys and values, that the loss compares."""
+    if recipe.objective.kind != "distill" or not recipe.objective.distill.relations:
         return 0
-    if distill.states:
-        total += states
-    if distill.relations:
-        total += 2 * sizes.layers * tokens * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * size
-    return total
-
-
-def _layer_states(config: PreTrainedConfig, recipe: Recipe) -> int:
-    """Return the values per token that one layer keeps for its backward."""
-    sizes, text = ConfigSizes.of(config), config.get_text_config()
-    frozen = recipe.peft is not None and recipe.peft.get("target_modules") is None
-    of_hidden, of_inner = _FROZEN_STATES if frozen else _STATES
-    activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)
-    return of_hidden * sizes.hidden + (of_inner + (activation in _COMPOSED)) * sizes.inner
-
-
-def _logits(model: PreTrainedModel, vocabulary: int, tokens: int, chunk: int, *, copies: int) -> int:
-    logits_bytes = copies * min(chunk or tokens, tokens) * vocabulary * _FLOAT
-    head = model.get_output_embeddings()
-    if not chunk or head is None or not head.weight.requires_grad:
-        return logits_bytes
-    return logits_bytes + head.weight.numel() * _FLOAT  # its gradient is computed along with the loss
+    return 2 * sizes.layers * tokens * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * size
 
 
 def process_bytes() -> int | None:

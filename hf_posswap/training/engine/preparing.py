@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from hf_posswap.families import Sites
 
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _PROBED = 4096
 """Most tokens of a window that the checks read."""
 
@@ -378,8 +379,13 @@ def _check_memory(
 
 
 def _lengths_with_scores(recipe: Recipe, model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the window lengths for which attention materializes all scores; with a bias, only short ones."""
-    if attention_implementation(model.config) == "eager":
+    """Return the window lengths for which attention materializes all scores; with a bias, only short ones.
+
+    On a CPU, torch's attention materializes them where it drops some out.
+    """
+    text = model.config.get_text_config()
+    drops = any(getattr(text, name, 0.0) for name in _ATTENTION_DROPOUTS)
+    if attention_implementation(model.config) == "eager" or (on_cpu(recipe) and drops):
         return recipe.data.lengths
     plan = getattr(getattr(model, "_posswap", None), "plan", None)
     if plan is None or plan.scheme.kind not in ("bias", "mixed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -20,7 +21,7 @@ from hf_posswap.training.engine.objectives import whole_loss
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.training.trainable import prepare_trainable
 
-WIDTH, WORDS = 160, 6000
+WIDTH, WORDS = 256, 6000
 
 
 def model_of(kind: str, length: int) -> Any:
@@ -29,7 +30,7 @@ def model_of(kind: str, length: int) -> Any:
         none = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         model: Any = GPT2LMHeadModel(GPT2Config(n_embd=WIDTH, n_layer=4, n_head=4, n_positions=256, **shape, **none))
     else:
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 432, "num_hidden_layers": 4, "num_attention_heads": 4}
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
         model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=256, **sizes, **shape))
     hf_posswap.patch_model(model, "rope", max_length=max(512, length))
     return model.train()
@@ -47,6 +48,7 @@ def measure(kind: str, what: str, checkpointing: bool, chunk: int, rows: int, le
         length: of a row, in tokens.
     """
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier training freed would be used again, and not be seen
     taught = what in get_args(Teacher)
     before = status("VmRSS")
     recipe = make_recipe(
@@ -60,10 +62,11 @@ def measure(kind: str, what: str, checkpointing: bool, chunk: int, rows: int, le
         }
     )
     model = prepare_trainable(model_of(kind, length), recipe.trainable, recipe.peft)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     teacher = make_teacher(model) if taught else None
     need = training_need(model, recipe, Launch(), biased=(), chunk=chunk, teacher=teacher)
+    ctypes.CDLL(None).malloc_trim(0)  # what the estimate freed
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.randint(0, WORDS, (rows, length))
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

@@ -197,7 +197,10 @@ def test_the_estimate_knows_scores_of_every_length_and_the_teacher(tmp_path: Pat
     alone = training_need(model, wanted, Launch(), biased=(), chunk=8)
     words = model.config.vocab_size
     assert taught.logits - alone.logits == 2 * 8 * words * 4, "those of the teacher, and its chances"
-    assert taught.total - alone.total == taught.weights + taught.logits - alone.logits
+    taught, alone = (
+        training_need(model, wanted, Launch(), biased=(), chunk=0, teacher=teacher) for teacher in (tiny("gpt2"), None)
+    )
+    assert taught.total - alone.total == taught.weights + taught.logits - alone.logits, "all logits: the forward's end"
 
 
 def test_sharded_weights_are_counted_in_parts(tmp_path: Path) -> None:
