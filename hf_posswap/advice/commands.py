@@ -6,12 +6,16 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from hf_posswap.advice.candidates import Candidate
 from hf_posswap.advice.case import Case, Serving
-from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.families.locating import locate
-from hf_posswap.search.heads import find_projections
+from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.patching.plan.plan_swap import plan_swap
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.search import check_fit
 from hf_posswap.training.config.load import load_recipe
+from hf_posswap.training.engine.preparing import chosen_scheme
 
 if TYPE_CHECKING:
     from hf_posswap.training.config.settings import Recipe
@@ -92,7 +96,7 @@ def recipe_settings(case: Case, candidate: Candidate) -> list[str]:
     most = case.length if candidate.windows is None else min(case.length, candidate.windows * case.window)
     settings.append(f"data.length={max(_CUT, most // _CUT * _CUT)}")
     recipe = load_recipe(candidate.recipe, settings)
-    if recipe.swap.fit and not can_be_fitted(case):
+    if recipe.swap.fit and not can_be_fitted(case, recipe):
         settings.append("swap.fit=0")
     row = recipe.training.per_device_train_batch_size * recipe.data.length
     accumulation = max(1, min(recipe.training.gradient_accumulation_steps, case.budget // (row * _LEAST_STEPS)))
@@ -130,15 +134,18 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(getattr(value, "value", value))
 
 
-def can_be_fitted(case: Case) -> bool:
-    """Return whether the model's queries and keys have biases for a fitted initialization."""
-    geometry, paths = case.report.geometry, locate(case.model).main.attention
-    if geometry.num_kv_heads != geometry.num_heads:
+def can_be_fitted(case: Case, recipe: Recipe) -> bool:
+    """Return whether the swap of `recipe` can be fitted to the model's positions, as the training checks it."""
+    scheme = chosen_scheme(recipe)
+    if scheme is None:
         return False
+    model = case.fresh()
+    if recipe.model.dtype != "auto":
+        model.to(getattr(torch, recipe.model.dtype))
     try:
-        for path in paths:
-            find_projections(case.model.get_submodule(path), geometry.num_heads, geometry.head_dim)
-    except UnsupportedSwapError:
+        plan = plan_swap(model, scheme, max_length=recipe.swap.max_length)
+        check_fit(model, plan.scheme if isinstance(scheme, RotaryScheme) else scheme)
+    except (UnsupportedSwapError, UnsupportedModelError, SchemeError):
         return False
     return True
 

@@ -110,6 +110,9 @@ def test_a_model_that_allows_no_fitted_start_begins_without(place: Path) -> None
                           max_position_embeddings=64)  # fmt: skip
     advice = hf_posswap.advise(config, 512, budget=5e7)  # its projections have no biases
     assert "swap.fit=0" in " ".join(advice.use.commands)
+    trained = {option.recipe: " ".join(option.commands) for option in advice.others if option.recipe}
+    for recipe in ("to-alibi", "learned-to-t5"):  # whose fit changes no projection
+        assert "swap.fit=0" not in trained[recipe]
     with_biases = hf_posswap.advise(place / "gpt2", 512, budget=5e7)
     assert "swap.fit=0" not in " ".join(with_biases.use.commands)
 
