@@ -21,7 +21,7 @@ from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variant
 from hf_posswap.quickstart.reload import check_reload
 from hf_posswap.report import PAGE
 from hf_posswap.report.results import ModelEntry, Results
-from hf_posswap.text.stdlib import python_corpus
+from hf_posswap.text.stdlib import PYTHON, python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json
 from hf_posswap.utils.devices import resolve_device
@@ -155,6 +155,7 @@ def _run(
     results = hf_posswap.compare(
         candidates,
         tokenizer=base.tokenizer,
+        text=PYTHON,
         out=out,
         settings=EvalSettings(
             lengths=lengths, metrics=settings.metrics, documents=settings.documents, seed=settings.seed
