@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LENGTH = 32
-"""Tokens of a row; kernels round fewer up."""
+"""Most tokens of the shorter rows."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,23 @@ class SavedBytes:
     fixed: int
 
 
-def saved_bytes(model: PreTrainedModel, *, autocast: torch.dtype | None, on_gpu: bool) -> SavedBytes:
-    """Return what the forward of `model` keeps for its backward, from four forwards of 32 to 128 tokens.
+def saved_bytes(model: PreTrainedModel, length: int, *, autocast: torch.dtype | None, on_gpu: bool) -> SavedBytes:
+    """Return what the forward of `model` keeps for its backward, from four forwards of at most 128 tokens.
 
     Args:
         model: as it is trained, on any device, before any of its layers checkpoint activations.
+        length: tokens of a window in training, which the model can read.
         autocast: dtype of mixed precision; None: none.
         on_gpu: whether the training runs on a GPU, also if `model` is on the CPU.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=64))
-        >>> saved = saved_bytes(model, autocast=None, on_gpu=False)
+        >>> saved = saved_bytes(model, 64, autocast=None, on_gpu=False)
         >>> saved.token > 4 * 10 * 8, saved.pair, saved.fixed
         (True, 0.0, 0)
     """
-    device = model.device
+    device, short = model.device, max(1, min(_LENGTH, length // 2))
     devices = [device] if device.type == "cuda" else []
     training = model.training
     with ExitStack() as stack:
@@ -64,13 +65,13 @@ def saved_bytes(model: PreTrainedModel, *, autocast: torch.dtype | None, on_gpu:
             stack.enter_context(torch.autocast(device.type, dtype=autocast))
         stack.callback(model.train, training)
         model.train()
-        one, two = (_saved(model, rows, _LENGTH) for rows in (1, 2))
-        long_one, long_two = (_saved(model, rows, 2 * _LENGTH) for rows in (1, 2))
+        one, two = (_saved(model, rows, short) for rows in (1, 2))
+        long_one, long_two = (_saved(model, rows, 2 * short) for rows in (1, 2))
     # a row of L tokens keeps token L + pair L^2
     row, long_row = sum(two) - sum(one), sum(long_two) - sum(long_one)
-    pair = max(0.0, (long_row - 2 * row) / (2 * _LENGTH**2))
-    widest = max(Counter(two) - Counter(one))  # what both have are weights
-    return SavedBytes(row / _LENGTH - pair * _LENGTH, pair, widest / (2 * _LENGTH), max(0, sum(one) - row))
+    pair = max(0.0, (long_row - 2 * row) / (2 * short**2))
+    widest = max(Counter(two) - Counter(one), default=0)  # what both have are weights
+    return SavedBytes(row / short - pair * short, pair, widest / (2 * short), max(0, sum(one) - row))
 
 
 def _saved(model: PreTrainedModel, rows: int, length: int) -> list[int]:

@@ -120,7 +120,7 @@ def training_need(
     tokens = rows * (recipe.data.length // split)
     half = torch.bfloat16 if recipe.training.bf16 else torch.float16 if recipe.training.fp16 else None
     size = _FLOAT if half is None else half.itemsize
-    saved = saved_bytes(model, autocast=half, on_gpu=not on_cpu(recipe))
+    saved = saved_bytes(model, min(recipe.data.lengths), autocast=half, on_gpu=not on_cpu(recipe))
     pairs = [
         rows * (recipe.data.length // biased_length) * (biased_length // split) ** 2 for biased_length in biased
     ]  # shorter windows are more per row

@@ -127,9 +127,9 @@ def test_the_bytes_of_a_known_function_are_counted() -> None:
     model = tiny("llama")
     model.model, model.lm_head = Body(), nn.Linear(8, 11)
     ids = 8  # bytes of a token, which the table keeps
-    plain = saved_bytes(model, autocast=None, on_gpu=False)
+    plain = saved_bytes(model, 64, autocast=None, on_gpu=False)
     assert (plain.token, plain.pair, plain.widest, plain.fixed) == (4 * (8 + 24 + 8) + ids, 0, 4 * 24, 0)
-    half = saved_bytes(model, autocast=torch.bfloat16, on_gpu=False)
+    half = saved_bytes(model, 64, autocast=torch.bfloat16, on_gpu=False)
     assert (half.token, half.fixed) == (2 * (8 + 24 + 8) + ids, 2 * (2 * 8 * 24))
 
 
@@ -137,9 +137,15 @@ def test_scores_are_counted_per_pair_and_training_draws_the_same_numbers() -> No
     model = tiny("gpt2", "eager")
     torch.manual_seed(5)
     before, wanted = torch.get_rng_state(), {name: p.clone() for name, p in model.named_parameters()}
-    saved = saved_bytes(model, autocast=None, on_gpu=False)
+    saved = saved_bytes(model, 64, autocast=None, on_gpu=False)
     # chances, what dropout leaves of them, and its mask, which a CPU keeps in float32: 2 layers of 4 heads
     assert saved.pair == 2 * 4 * (4 + 4 + 4)
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
     assert all(torch.equal(p, wanted[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_a_table_of_few_positions_is_not_exceeded() -> None:
+    short, long = tiny("gpt2", n_positions=8), tiny("gpt2", n_positions=64)
+    few, many = (saved_bytes(model, n, autocast=None, on_gpu=False) for model, n in ((short, 8), (long, 64)))
+    assert few.token == pytest.approx(many.token, rel=0.02)
