@@ -13,9 +13,7 @@ from hf_posswap.advice.case import Case, Serving
 from hf_posswap.errors import SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.search import check_fit
 from hf_posswap.training.config.load import load_recipe
-from hf_posswap.training.engine.preparing import chosen_scheme
 
 if TYPE_CHECKING:
     from hf_posswap.training.config.settings import Recipe
@@ -136,6 +134,9 @@ def _plain(value: object) -> str:
 
 def can_be_fitted(case: Case, recipe: Recipe) -> bool:
     """Return whether the swap of `recipe` can be fitted to the model's positions, as the training checks it."""
+    from hf_posswap.search import check_fit
+    from hf_posswap.training.engine.preparing import chosen_scheme
+
     scheme = chosen_scheme(recipe)
     if scheme is None:
         return False
