@@ -17,8 +17,7 @@ from hf_posswap.training.dryrun import dry_run
 from hf_posswap.training.dryrun.modelling import fake_model
 from hf_posswap.training.dryrun.unreal import FakeStep, as_on_gpu
 from hf_posswap.training.engine import memory
-from hf_posswap.training.engine.activations import saved_bytes
-from hf_posswap.training.engine.memory import training_need
+from hf_posswap.training.engine.memory import saved_bytes, training_need
 from hf_posswap.training.engine.parallel import launch_of
 from tests.training.tiny_models import tiny
 
