@@ -218,24 +218,24 @@ def flex_available(device: str, differentiated: bool) -> bool:
     """
     lengths = (160,) if device == "cpu" else (160, 200)  # the second length triggers dynamic code
 
-    def error(device: str) -> float:
-        return max(_error(device, length, differentiated) for length in lengths)
+    def errors(device: str) -> list[float]:
+        return [error for length in lengths for error in _errors(device, length, differentiated)]
 
-    return works_correctly("flex_attention", device, error)
+    return works_correctly("flex_attention", device, errors)
 
 
 @functools.cache
 def settled_available(device: str, differentiated: bool) -> bool:
     """Return whether `attend_settled` works correctly on `device`; warn once if not. A CPU has no such call."""
 
-    def error(device: str) -> float:
-        return max(_error(device, length, differentiated, settled=40) for length in (300, 400))
+    def errors(device: str) -> list[float]:
+        return [error for length in (300, 400) for error in _errors(device, length, differentiated, settled=40)]
 
-    return device == "cuda" and works_correctly("flex_attention with a settled bias", device, error)
+    return device == "cuda" and works_correctly("flex_attention with a settled bias", device, errors)
 
 
-def _error(device: str, length: int, learned: bool, settled: int | None = None) -> float:
-    """Return the largest difference from the formula of `attend_read`, or `attend_settled`, and of its gradients.
+def _errors(device: str, length: int, learned: bool, settled: int | None = None) -> list[float]:
+    """Return the differences from the formula of `attend_read`, or `attend_settled`, and of its gradients.
 
     Args:
         device: its type.
@@ -261,7 +261,7 @@ def _error(device: str, length: int, learned: bool, settled: int | None = None) 
         if learned:
             grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (result, expected))
             pairs += [(a / b.abs().amax(), b / b.abs().amax()) for a, b in zip(*grads, strict=True)]
-        return max(float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs)
+        return [float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs]
 
 
 def _formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor, settled: int | None) -> Tensor:

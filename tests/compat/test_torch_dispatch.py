@@ -270,21 +270,22 @@ def test_with_autograd() -> None:
 
 
 def test_works_correctly(recwarn: pytest.WarningsRecorder) -> None:
-    def tried(device: str) -> float:
-        return float(torch.ones(1, device=device)) - 1  # a fake tensor has no number
+    def tried(device: str) -> list[float]:
+        return [float(torch.ones(1, device=device)) - 1]  # a fake tensor has no number
 
-    def failing(device: str) -> float:
+    def failing(device: str) -> list[float]:
         raise RuntimeError
 
     with fake_mode(), torch.autocast("cpu"):
         assert torch_dispatch.works_correctly("a kernel", "cpu", tried)
     assert not torch_dispatch.works_correctly("a kernel", "cpu", failing)
-    assert torch_dispatch.works_correctly("a kernel", "cpu", lambda device: torch_dispatch.TOLERANCE[device])
-    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: float("nan"))
-    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: 1 / 0)
+    assert torch_dispatch.works_correctly("a kernel", "cpu", lambda device: [0.0, torch_dispatch.TOLERANCE[device]])
+    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: [0.0, float("nan"), 0.0])
+    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: [1 / 0])
+    assert not torch_dispatch.works_correctly("a kernel", "cpu", lambda device: [])
     said = [str(each.message) for each in recwarn if each.category is BackendWarning]
-    reasons = ("RuntimeError", "differ from the formula by nan", "ZeroDivisionError: division by zero")
-    assert len(said) == 3
+    reasons = ("RuntimeError", "from the formula by nan", "ZeroDivisionError: division by zero", "an unknown number")
+    assert len(said) == 4
     assert all(reason in message for reason, message in zip(reasons, said, strict=True))
 
 
