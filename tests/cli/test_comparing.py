@@ -50,7 +50,7 @@ def test_nothing_that_is_written_holds_an_absolute_path(posswap: Posswap, runs: 
     assert results["made"]["command"].startswith("posswap compare base=model model model --text texts")
     assert "| ┄ control, sliding window |" in done.stdout
     assert "- rope: Far context" in done.stdout
-    assert "the sliding window of control at 64 tokens" in done.stdout
+    assert "the sliding window of control (" in done.stdout
 
 
 def test_two_models_of_one_name_are_told_at_once_with_what_to_do(runs: Path) -> None:
