@@ -82,7 +82,7 @@ def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Report
     return engine.run_recipe(recipe, services)
 
 
-def check_start(recipe: Recipe) -> None:
+def check_fitted_start(recipe: Recipe) -> None:
     """Check by the config of the model of `recipe` that its centring and fit are supported.
 
     Raises:

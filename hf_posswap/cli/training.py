@@ -248,10 +248,10 @@ def run_dry(
         UnknownNameError, OptionError: no such GPU, or no such file.
         PosswapError: as `dry_run`, or the model does not support the fitted start of `recipe`.
     """
-    from hf_posswap.adapting import check_start
+    from hf_posswap.adapting import check_fitted_start
     from hf_posswap.training.dryrun import dry_run
 
-    check_start(recipe)
+    check_fitted_start(recipe)
     return dry_run(
         recipe,
         gpu=gpu,

@@ -228,8 +228,7 @@ def sums_at(distances: Tensor, values: Tensor) -> Tensor:
     padded = functional.pad(values.flip(-1), (0, length)).flatten(-2)
     sums = padded[..., : length * (2 * length - 1)].unflatten(-1, (length, -1)).sum(dim=-2)  # of 1 - L to L - 1
     begin, end = max(first, 1 - length), min(last, length - 1)
-    found = sums[..., begin + length - 1 : end + length]
-    return functional.pad(found, (begin - first, last - end))
+    return functional.pad(sums[..., begin + length - 1 : end + length], (begin - first, last - end))
 
 
 class _ByLayer(Mechanism):

@@ -194,8 +194,8 @@ def tokens_to_keep(
     losses = np.array([[budgets[tokens][document] for document in documents] for tokens in (few, many)])  # [2, N]
     chosen = np.random.default_rng(0).integers(len(documents), size=(draws, len(documents)))
     drawn = losses[:, chosen].mean(axis=2)  # [2, draws]
-    found = [_extrapolated(before, after, few, many, -math.log(share)) for before, after in drawn.T.tolist()]
-    least, most = np.quantile(found, (0.025, 0.975), method="inverted_cdf")
+    estimates = [_extrapolated(before, after, few, many, -math.log(share)) for before, after in drawn.T.tolist()]
+    least, most = np.quantile(estimates, (0.025, 0.975), method="inverted_cdf")
     before, after = losses.mean(axis=1).tolist()
     return [_extrapolated(before, after, few, many, -math.log(share)), float(least), float(most)]
 
@@ -247,9 +247,9 @@ def _far(above: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]) -> 
     """Return the tokens that keeping 98 % would take, of the mechanisms that were trained on two budgets or more."""
     rows = []
     for (name, dtype), budgets in above.items():
-        found = tokens_to_keep(budgets, KEPT)
-        if found is not None:
-            cells = [f"{tokens / 1e6:,.1f} M" if math.isfinite(tokens) else "never" for tokens in found]
+        estimate = tokens_to_keep(budgets, KEPT)
+        if estimate is not None:
+            cells = [f"{tokens / 1e6:,.1f} M" if math.isfinite(tokens) else "never" for tokens in estimate]
             rows.append(_row([name, dtype, f"{max(budgets):,}", cells[0], f"{cells[1]} to {cells[2]}"]))
     if not rows:
         return []

@@ -25,6 +25,7 @@ from hf_posswap.training.data import (
     TokenData,
     build_data,
     document_mask,
+    proof,
     prove_packing,
 )
 from tests.training.tiny_models import WINDOW, tiny
@@ -256,3 +257,9 @@ def test_a_document_mask_is_the_definition() -> None:
         for i in range(7):
             for j in range(7):
                 assert (mask[row, 0, i, j] == 0) == (documents[i] == documents[j])
+
+
+def test_logits_that_are_no_numbers_differ() -> None:
+    one = torch.ones(2, 3)
+    assert not proof._differ(one, one, 1e-5)
+    assert proof._differ(one, one.index_fill(1, torch.tensor([1]), torch.nan), 1e-5)
