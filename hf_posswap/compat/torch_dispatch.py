@@ -345,6 +345,16 @@ def efficient_attention() -> OpOverloadPacket:
     return torch.ops.aten._scaled_dot_product_efficient_attention
 
 
+def uncaptured() -> dict[str, Any]:
+    """Return what `torch.library.custom_op` takes for an operator that no CUDA graph may capture; empty: nothing.
+
+    Touches `torch.Tag.cudagraph_unsafe` (torch 2.9 to 2.15), which torch.compile's mode "reduce-overhead" asks for.
+    Without it that mode would fail while it captures an operator that reads numbers from the GPU.
+    """
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    return {} if tag is None else {"tags": (tag,)}
+
+
 @contextmanager
 def with_autograd() -> Iterator[None]:
     """Let autograd record in the block, which runs in an operator's kernel: such run where it does not any more.

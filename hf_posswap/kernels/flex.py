@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,7 +61,14 @@ class ByDistance:
 
 
 def attend_read(
-    query: Tensor, key: Tensor, value: Tensor, bias: Penalty | ByDistance, *, scaling: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Penalty | ByDistance,
+    *,
+    scaling: float,
+    causal: bool,
+    shown: BlockMask | None = None,
 ) -> Tensor:
     """Return attention [B, H, Q, D] with a bias that compiled flex_attention reads while it computes the scores.
 
@@ -71,7 +78,8 @@ def attend_read(
         value: [B, G, K, D].
         bias: indexed by [B, H, Q, K]; on a GPU its tensors may need gradients.
         scaling: multiplies the scores.
-        causal: whether query i sees only the keys up to i.
+        causal: whether query i sees only the keys up to i, where `shown` is None.
+        shown: the mask, by `shown_blocks`; a query that it shows no key gets zeros. None: there is none but causality.
     """
 
     def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -81,11 +89,14 @@ def attend_read(
         is_standing_for()
     ):  # nothing is compiled for fake tensors; this needs as much memory, except for the gradient of the bias
         return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+            query, key, value, is_causal=causal and shown is None, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
     from torch.nn.attention.flex_attention import flex_attention
 
-    blocks = _past_blocks(query.shape[2], key.shape[2], 0, None, query.device) if causal else None
+    blocks = shown
+    if shown is None and causal:
+        blocks = _past_blocks(query.shape[2], key.shape[2], 0, None, query.device)
     with many_kinds():
         return _compiled(flex_attention, query.device.type)(
             query, key, value, score_mod=modified, block_mask=blocks, scale=scaling,
@@ -162,7 +173,6 @@ def _past_blocks(rows: int, columns: int, low: int, high: int | None, device: to
 
     `create_block_mask` would hold all of [Q, K].
     """
-    from torch.nn.attention.flex_attention import BlockMask
 
     def seen_at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         is_past = row - column >= low
@@ -176,20 +186,52 @@ def _past_blocks(rows: int, columns: int, low: int, high: int | None, device: to
         whole = (least >= low) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
         if high is not None:
             seen, whole = seen & (least < high), whole & (most < high)
-        (count, order), (whole_count, whole_order) = _listed(seen & ~whole), _listed(whole)
-    return BlockMask.from_kv_blocks(
-        count, order, whole_count, whole_order, BLOCK_SIZE=BLOCK, mask_mod=seen_at, seq_lengths=(rows, columns)
-    )
+    return _block_mask((seen & ~whole)[None], whole[None], (rows, columns), seen_at)
+
+
+def shown_blocks(mask: Tensor) -> BlockMask:
+    """Return a mask [B or 1, 1, Q, K] (True: attend) as flex_attention takes it: it is read in its blocks alone.
+
+    `create_block_mask` would hold numbers of eight bytes for each pair of a query and a key.
+    """
+    shown = mask[:, 0]  # [B or 1, Q, K]
+    batch, rows, columns = shown.shape
+
+    def seen_at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return shown[batch, row, column]
+
+    def seen_in_all(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return shown[0, row, column]
+
+    padded = functional.pad(shown, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    count = padded.unflatten(2, (-1, BLOCK)).sum(-1, dtype=torch.int32)  # [B or 1, Q, K/128]
+    count = count.unflatten(1, (-1, BLOCK)).sum(2, dtype=torch.int32)  # [B or 1, Q/128, K/128]
+    whole = count == BLOCK**2  # a block that the text ends in is never whole
+    return _block_mask((count > 0) & ~whole, whole, (rows, columns), seen_in_all if batch == 1 else seen_at)
+
+
+def _block_mask(partly: Tensor, wholly: Tensor, lengths: tuple[int, int], seen_at: Callable[..., Tensor]) -> BlockMask:
+    """Return the mask whose blocks [B or 1, Q/128, K/128] are seen in part, and as a whole; `seen_at` tells of pairs.
+
+    `BlockMask.from_kv_blocks` makes the lists of each key's queries by vmap, which does not run in a graph's operator.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    lists: dict[str, Any] = {}
+    for name, blocks in (("", partly), ("full_", wholly)):
+        lists[f"{name}kv_num_blocks"], lists[f"{name}kv_indices"] = _listed(blocks)
+        lists[f"{name}q_num_blocks"], lists[f"{name}q_indices"] = _listed(blocks.transpose(1, 2))
+    return BlockMask(seq_lengths=lengths, **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen_at)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of `blocks` [Q/128, K/128] has, [1, 1, Q/128], and their indices, those first."""
+    """Return how many blocks each row of `blocks` [B, Q/128, K/128] has, [B, 1, Q/128], and their indices first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
-def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -> bool:
-    """Return whether `attend_read` supports these arguments, and is correct in this process."""
+def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None, *, masked: bool = False) -> bool:
+    """Return whether `attend_read` supports these arguments, with a mask or without, and is correct in this process."""
     device = device_type(query)
     if bias is None or device not in ("cpu", "cuda") or query.shape[-1] != value.shape[-1]:
         return False
@@ -197,7 +239,7 @@ def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None) -
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
         return False  # flex_attention has no gradient on a CPU
-    return is_standing_for() or flex_available(device, differentiated)
+    return is_standing_for() or flex_available(device, differentiated, masked)
 
 
 def fits_settled(query: Tensor, key: Tensor, value: Tensor, *, learned: bool) -> bool:
@@ -211,17 +253,17 @@ def fits_settled(query: Tensor, key: Tensor, value: Tensor, *, learned: bool) ->
 
 
 @functools.cache
-def flex_available(device: str, differentiated: bool) -> bool:
+def flex_available(device: str, differentiated: bool, masked: bool = False) -> bool:
     """Return whether compiled flex_attention works correctly on `device`; warn once if not.
 
-    Its gradient is compiled and tried where it is wanted alone: it takes twice as long as the rest.
+    Its gradient is compiled and tried where it is wanted alone: it takes twice as long as the rest. So is a mask.
     """
     lengths = (160,) if device == "cpu" else (160, 200)  # the second length triggers dynamic code
 
     def errors(device: str) -> list[float]:
-        return [error for length in lengths for error in _errors(device, length, differentiated)]
+        return [error for length in lengths for error in _errors(device, length, differentiated, masked=masked)]
 
-    return works_correctly("flex_attention", device, errors)
+    return works_correctly(f"flex_attention{' with a mask' if masked else ''}", device, errors)
 
 
 @functools.cache
@@ -234,7 +276,9 @@ def settled_available(device: str, differentiated: bool) -> bool:
     return device == "cuda" and works_correctly("flex_attention with a settled bias", device, errors)
 
 
-def _errors(device: str, length: int, learned: bool, settled: int | None = None) -> list[float]:
+def _errors(
+    device: str, length: int, learned: bool, settled: int | None = None, *, masked: bool = False
+) -> list[float]:
     """Return the differences from the formula of `attend_read`, or `attend_settled`, and of its gradients.
 
     Args:
@@ -242,6 +286,7 @@ def _errors(device: str, length: int, learned: bool, settled: int | None = None)
         length: tokens.
         learned: whether gradients are compared.
         settled: the distance from which the bias stays the same; None: it does not.
+        masked: whether rows begin with padding, which sees nothing, and have a gap of a block and more.
     """
     source = torch.Generator("cpu").manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -253,10 +298,11 @@ def _errors(device: str, length: int, learned: bool, settled: int | None = None)
         if settled is None:
             positions = torch.arange(length, device=device).expand(2, -1)
             read = ByDistance(line, 0, positions, positions)
-            result = attend_read(query, key, value, read, scaling=0.3, causal=True)
+            shown = shown_blocks(_padded(length, device)) if masked else None
+            result = attend_read(query, key, value, read, scaling=0.3, causal=True, shown=shown)
         else:
             result = attend_settled(query, key, value, line[:, : settled + 1], scaling=0.3)
-        expected = _formula(leaves[0], leaves[1], leaves[2], leaves[3], settled)
+        expected = _formula(leaves[0], leaves[1], leaves[2], leaves[3], settled, masked=masked)
         pairs = [(result, expected)]
         if learned:
             grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (result, expected))
@@ -264,10 +310,23 @@ def _errors(device: str, length: int, learned: bool, settled: int | None = None)
         return [float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs]
 
 
-def _formula(query: Tensor, key: Tensor, value: Tensor, line: Tensor, settled: int | None) -> Tensor:
+def _padded(length: int, device: str) -> Tensor:
+    """Return a causal mask [2, 1, L, L]: the first row begins with 5 tokens of padding, the second has a gap."""
+    index = torch.arange(length, device=device)
+    seen = torch.stack((index >= 5, (index < 3) | (index >= 140)))  # [2, L]
+    return ((index[:, None] >= index) & seen[:, None])[:, None]
+
+
+def _formula(
+    query: Tensor, key: Tensor, value: Tensor, line: Tensor, settled: int | None, *, masked: bool = False
+) -> Tensor:
     """Return causal attention with the bias line[h, i - j], or line[h, min(i - j, settled)], in float32."""
     keys, values = (x.float().repeat_interleave(2, dim=1) for x in (key, value))
     rows = torch.arange(query.shape[2], device=query.device)
     apart = rows[:, None] - rows[None]  # [Q, K]
     scores = query.float() @ keys.transpose(-1, -2) * 0.3 + line[:, apart.clamp(min=0, max=settled)]
-    return scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values
+    if not masked:
+        return scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values
+    shown = _padded(len(rows), query.device.type)
+    chances = scores.masked_fill(~shown, torch.finfo(torch.float32).min).softmax(-1)
+    return chances.masked_fill(~shown, 0.0) @ values  # zeros for the padding, which sees nothing

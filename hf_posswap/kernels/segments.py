@@ -160,11 +160,11 @@ def _between(queries: tuple[int, int], keys: tuple[int, int], first: int, last: 
 MOST_SEGMENTS = 512
 """Maximum number of segments of a row: each needs at least one call."""
 BLOCK = 256
-"""Queries whose mask is checked at once."""
+"""Queries whose mask is checked at once on a CPU."""
 
 
 def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | None:
-    """Return the segments of a mask on a CPU, without positions; None if its queries see keys with gaps.
+    """Return the segments of a mask, without positions; None if its queries see keys with gaps.
 
     Args:
         mask: bool (True: attend) or additive (0: attend; the lowest number, or -inf: do not), [B or 1, 1, Q, K] or with
@@ -181,50 +181,50 @@ def segments_of(mask: Tensor, batch: int, keys: int) -> tuple[Segment, ...] | No
         return None
     mask = mask[:, 0, :, :keys]
     mask = mask[:1] if mask.stride(0) == 0 else mask
-    one_row = len(mask) == 1
+    intervals = _intervals(mask)
+    if intervals is None:
+        return None
     segments: list[Segment] = []
-    before = None
-    for row, seen in enumerate(mask):
-        intervals = _intervals(seen)
-        if intervals is None:
-            return None
-        rows = (0, batch) if one_row else (row, row + 1)
-        if before is not None and all((a == b).all() for a, b in zip(before, intervals, strict=True)):
+    before: np.ndarray | None = None
+    for row, of_row in enumerate(intervals):
+        if before is not None and np.array_equal(before, of_row):
             segments = [s._replace(rows=(s.rows[0], row + 1)) if s.rows[1] == row else s for s in segments]
             continue
-        before = intervals
-        of_row = list(islice(_runs(*intervals, rows), MOST_SEGMENTS + 1))
-        if len(of_row) > MOST_SEGMENTS:
+        before = of_row
+        rows = (0, batch) if len(mask) == 1 else (row, row + 1)
+        runs = list(islice(_runs(of_row[0], of_row[1], rows), MOST_SEGMENTS + 1))
+        if len(runs) > MOST_SEGMENTS:
             return None
-        segments += of_row
+        segments += runs
     return tuple(segments)
 
 
-def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the range of keys, [first, stop), that each query of a mask [Q, K] sees; None if there are gaps.
+def _intervals(mask: Tensor) -> np.ndarray | None:
+    """Return the first key and the end of the keys [B, 2, Q] that queries of a mask [B, Q, K] see; None: with gaps.
 
     A query that sees nothing has the range (0, 0).
     """
-    firsts, ends = [], []
-    for some in mask.split(BLOCK):
+    found = []
+    on_cpu = mask.device.type == "cpu"
+    for some in mask.split(BLOCK if on_cpu else mask.shape[1], dim=1):
         seen = _as_bool(some)
         if seen is None:
             return None
-        bits = seen.contiguous().view(torch.uint8)  # [q, K]
-        count = bits.sum(dim=1, dtype=torch.int32).numpy()
-        first = bits.numpy().argmax(axis=1)  # much faster than torch's
-        changes = (bits[:, 1:] ^ bits[:, :-1]).sum(dim=1, dtype=torch.int32).numpy()
-        # an interval has a change at each end that is not an end of the mask
-        edges = (first > 0).astype(int) + (first + count < bits.shape[1])
-        if not ((changes == edges) | (count == 0)).all():
-            return None
-        firsts.append(first * (count > 0))
-        ends.append((first + count) * (count > 0))
-    return np.concatenate(firsts), np.concatenate(ends)
+        bits = seen.contiguous().view(torch.uint8)  # [B, q, K]
+        # numpy is much faster than torch on a CPU
+        first = torch.from_numpy(bits.numpy().argmax(axis=2)) if on_cpu else bits.argmax(dim=2)
+        changes = (bits[..., 1:] ^ bits[..., :-1]).sum(dim=2, dtype=torch.int32)
+        found.append(torch.stack((first.int(), bits.sum(dim=2, dtype=torch.int32), changes)))
+    first, count, changes = torch.cat(found, dim=2).cpu().numpy()  # [B, Q] each; another device is waited for once
+    # an interval has a change at each end that is not an end of the mask
+    edges = (first > 0).astype(int) + (first + count < mask.shape[2])
+    if not ((changes == edges) | (count == 0)).all():
+        return None
+    return np.stack((first * (count > 0), (first + count) * (count > 0)), axis=1)
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:
-    """Return which keys a mask [q, K] shows; None if it has other weights."""
+    """Return which keys a mask [B, q, K] shows; None if it has other weights."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():

@@ -42,6 +42,11 @@ def is_standing_for() -> bool:
     return _STANDS_FOR.get() is not None
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph takes down what runs, so that no number of the GPU can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def standing_for(device: str) -> Iterator[None]:
     """Let all tensors, which are fake, take the ways of computing of a type of `device` in the block."""

@@ -46,10 +46,10 @@ def llama(smoke: bool, vocabulary: int = 32_000) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def smollm2(smoke: bool, *, scheme: str | None = None, positions: int = 32768) -> Any:
+def smollm2(smoke: bool, *, scheme: str | None = None, positions: int = 32768, layers: int = 30) -> Any:
     """Return a Llama of the shape of SmolLM2-135M, its rotation replaced by `scheme` if given, for `positions`."""
     torch.manual_seed(0)
-    width, layers, vocabulary = (36, 1, 512) if smoke else (576, 30, 49152)
+    width, layers, vocabulary = (36, 1, 512) if smoke else (576, layers, 49152)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, intermediate_size=width * 8 // 3, max_position_embeddings=8192, tie_word_embeddings=True,

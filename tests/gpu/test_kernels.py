@@ -111,6 +111,58 @@ def test_flex_is_taken_by_itself_and_has_the_gradients(scheme: str, monkeypatch:
     assert peaks[1] < peaks[0] - 4 * 2048**2 * 4  # [H, Q, K] in float32, once at least
 
 
+def gradients(model: Any, run: Any, ids: Tensor, mask: Tensor | None) -> tuple[dict[str, Tensor], int]:
+    """Return the gradients by parameter of a loss over what is shown, and the peak of memory, once all is compiled."""
+    labels = ids if mask is None else ids.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        run(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+    found = {name: p.grad.float() for name, p in model.named_parameters()}
+    return found, torch.cuda.max_memory_allocated()
+
+
+def left_padded(ids: Tensor) -> Tensor:
+    return (torch.arange(ids.shape[1], device="cuda") >= torch.tensor([[0], [300]], device="cuda")).long()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "way"), [("alibi", "flex"), ("t5", "flex"), ("kerple", "flex"), ("self_extend", "merge")]
+)
+def test_padded_batches_hold_no_scores(scheme: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(scheme), torch.randint(3, 67, (2, 2048), device="cuda")
+    taken = noted(monkeypatch)
+    set_backend(model, "plain")
+    plain, most = gradients(model, model, ids, left_padded(ids))
+    set_backend(model, "auto")
+    found, least = gradients(model, model, ids, left_padded(ids))
+    assert set(taken) == {"plain", way}
+    assert_alike(plain, found)
+    if way == "flex":  # the formula of split scores goes by blocks of queries
+        assert least < most - 2 * 4 * 2048**2 * 2  # [B, H, Q, K] in bfloat16, once at least
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("scheme", "way"), [("alibi", "flex"), ("t5", "flex"), ("self_extend", "merge"), ("dual_chunk", "merge")]
+)
+def test_a_compiled_model_holds_no_scores(scheme: str, way: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(scheme), torch.randint(3, 67, (2, 2048), device="cuda")
+    taken = noted(monkeypatch)
+    set_backend(model, "plain")
+    plain, most = gradients(model, model, ids, left_padded(ids))
+    set_backend(model, "auto")
+    taken.clear()
+    torch._dynamo.reset()
+    for mask in (left_padded(ids), None):
+        found, least = gradients(model, torch.compile(model, mode=mode), ids, mask)
+        if mask is not None:
+            assert_alike(plain, found)
+            if way == "flex":
+                assert least < most - 2 * 4 * 2048**2 * 2
+    assert set(taken) == {way}
+
+
 def test_a_compiled_rotation_in_bfloat16() -> None:
     x = torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
     angles = torch.rand(1, 1, 1024, 64, device="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posswap import patch_model, set_backend
@@ -22,9 +23,20 @@ from hf_posswap.patching.sites.attention.backends import flex_bias
 from hf_posswap.patching.sites.attention.forward_memo import Span
 from hf_posswap.schemes import Kerple, T5Bias
 from hf_posswap.schemes.alibi import AlibiMechanism
+from tests.patching.sites.attention.test_situations import IDS, LEFT, LENGTH, SITUATIONS, counted
+from tests.stock import with_cache
 
 ignored = pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 """transformers passes the flag itself."""
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backend of each call."""
+    found: list[str] = []
+    real = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda request: found.append(real(request)) or found[-1])  # type: ignore[func-returns-value]
+    return found
 
 
 def mechanism_of(name: str, causal: bool) -> Any:
@@ -131,10 +143,7 @@ def test_the_compiled_call_equals_the_formula(name: str, causal: bool) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_model_under_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    real = backends.choose
-    monkeypatch.setattr(backends, "choose", lambda request: taken.append(real(request)) or taken[-1])  # type: ignore[func-returns-value]
+def test_a_model_under_the_backend(taken: list[str]) -> None:
     model, ids = llama("t5"), torch.randint(3, 67, (2, 160))
     expected = model(ids).logits
     set_backend(model, "flex")
@@ -142,6 +151,52 @@ def test_a_model_under_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.enable_grad():
         assert (model(ids).logits - expected).abs().max() < 5e-5, "a CPU has no gradient of it: the plain way"
     assert taken == ["plain", "flex", "plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "name"), [*zip(cycle(["alibi", "t5"]), SITUATIONS)])
+@torch.no_grad()
+def test_masks_under_the_backend(scheme: str, name: str, taken: list[str]) -> None:
+    """Padded, packed, with gaps, from any position; only what adds numbers is left to the formula."""
+    model, arguments = llama(scheme), SITUATIONS[name]
+    arguments = {key: x.float() if x.is_floating_point() else x for key, x in arguments.items()}
+    ids = IDS if name != "packed" else IDS[:1]  # without a mask documents are found in one row alone
+    given = arguments.get("attention_mask", torch.ones_like(ids))
+    real_tokens = given.bool() if given.dim() == 2 else torch.ones_like(ids, dtype=torch.bool)
+    set_backend(model, "plain")
+    expected = model(ids, use_cache=False, **arguments).logits
+    set_backend(model, "flex")
+    found = model(ids, use_cache=False, **arguments).logits
+    assert taken[1] == ("plain" if given.is_floating_point() else "flex")
+    assert (found - expected)[real_tokens].abs().max() < 5e-5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_chunks_upon_a_cache_under_the_backend() -> None:
+    model = llama("t5")
+    expected = model(IDS, attention_mask=LEFT, position_ids=counted(LEFT)).logits
+    set_backend(model, "flex")
+    cache, logits = DynamicCache(config=model.config), []
+    for part in torch.arange(LENGTH).split(15):
+        seen = LEFT[:, : int(part[-1]) + 1]
+        given = {"attention_mask": seen, "position_ids": counted(LEFT)[:, part], **with_cache(model, cache)}
+        logits.append(model(IDS[:, part], **given, use_cache=True).logits)
+    assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < 5e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stock_compiles")
+@torch.no_grad()
+def test_a_graph_takes_the_backend(taken: list[str]) -> None:
+    """The operator of a graph compiles flex_attention while the graph runs."""
+    model = llama("t5")
+    expected = model(IDS, attention_mask=LEFT, use_cache=False).logits
+    set_backend(model, "flex")
+    taken.clear()
+    run = torch.compile(lambda: model(IDS, attention_mask=LEFT, use_cache=False).logits, fullgraph=True)
+    assert (run() - expected)[LEFT.bool()].abs().max() < 5e-5
+    assert taken == ["flex"]
 
 
 def test_a_compiler_that_fails_means_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +252,54 @@ def test_the_blocks_of_a_mask_are_those_of_torch(rows: int, columns: int, low: i
     apart = torch.arange(rows)[:, None] - torch.arange(columns)
     held = (apart >= low) if high is None else (apart >= low) & (apart < high)
     assert torch.equal(create_mask(found.mask_mod, None, None, rows, columns, device="cpu")[0, 0], held)
+
+
+def masks(rows: int, columns: int) -> dict[str, Tensor]:
+    """Return masks [B or 1, 1, Q, K] of rows that see nothing, gaps, windows, documents and what no rule describes."""
+    row, column = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)
+    causal, document = row >= column, torch.arange(columns) // 90
+    padded = torch.stack([causal & (column >= first) for first in (0, 5, 140)])
+    return {
+        "padded": padded[:, None],
+        "window": (causal & (row - column < 40))[None, None],
+        "documents": (causal & (document[-rows:, None] == document))[None, None],
+        "gap": (causal & ((column < 3) | (column >= 150)))[None, None],
+        "any": torch.rand(3, 1, rows, columns, generator=torch.Generator().manual_seed(0)) < 0.3,
+    }
+
+
+@pytest.mark.parametrize("name", [*masks(2, 2)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (128, 128), (129, 300), (300, 300)])
+def test_the_blocks_of_a_given_mask_are_those_of_torch(rows: int, columns: int, name: str) -> None:
+    mask = masks(rows, columns)[name]
+    found = flex.shown_blocks(mask)
+    expected = create_block_mask(found.mask_mod, len(mask), None, rows, columns, device="cpu")
+    assert found.seq_lengths == expected.seq_lengths
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        count = getattr(expected, f"{kind}_num_blocks")
+        assert torch.equal(getattr(found, f"{kind}_num_blocks"), count)
+        ours, theirs = (getattr(one, f"{kind}_indices") for one in (found, expected))
+        listed = torch.arange(ours.shape[-1]) < count[..., None]
+        assert torch.equal(ours[listed], theirs[listed])
+    assert torch.equal(create_mask(found.mask_mod, len(mask), None, rows, columns, device="cpu"), mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*masks(2, 2)])
+@pytest.mark.parametrize(("rows", "columns"), [(150, 300), (300, 300)])
+@torch.no_grad()
+def test_the_compiled_call_with_a_mask_equals_the_formula(rows: int, columns: int, name: str) -> None:
+    torch.manual_seed(0)
+    positions = torch.stack([start + torch.arange(columns) for start in (0, 7, 31)])
+    span = Span(positions[:, -rows:], columns, is_prefill=False, cached=positions)
+    bias, mask = flex_bias(mechanism_of("t5", True), span, 3), masks(rows, columns)[name]
+    assert bias is not None
+    query, key, value = (torch.randn(3, *shape, 16) for shape in ((6, rows), (3, columns), (3, columns)))
+    found = attend_read(query, key, value, bias, scaling=0.3, causal=True, shown=flex.shown_blocks(mask))
+    keys, values = (x.repeat_interleave(2, dim=1).double() for x in (key, value))
+    scores = query.double() @ keys.mT * 0.3 + dense(bias, (3, 6, rows, columns)).double()
+    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ values
+    assert (found - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("settled", [1, 100, 128, 200])

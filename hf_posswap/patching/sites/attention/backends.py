@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,10 @@ from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.piece import Piece
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.utils.devices import as_attended, device_type
+from hf_posswap.utils.devices import as_attended, device_type, is_capturing
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 ALTERING = ("softcap", "s_aux", "position_bias", "head_mask", "score_mod", "cache", "output_attentions")
 """Arguments of an attention function that ask for what the kernels do not do."""
@@ -60,7 +63,7 @@ SITUATIONS = "padded, packed or upon a cache too, unless masks have gaps or posi
 MIN_QK_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
 MIN_FLEX_QK_PAIRS = 2**22
-"""Pairs (2048 x 2048) from which "auto" takes flex on a GPU: it takes long to compile."""
+"""Pairs (2048 x 2048) from which "auto" takes flex on a GPU, which takes long to compile, and reads a mask there."""
 LEAST_SETTLED = 8
 """Tokens over the distance from which a bias stays the same, from which flex attends to near and far keys apart."""
 LARGE_BIAS = 2**24
@@ -104,6 +107,7 @@ class Request:
         arguments: what else the attention module passed.
         read: gives the bias as flex_attention may read it, or None; asked at the end.
         find_layout: gives what is seen, or None where segments do not tell it; asked at the end.
+        find_shown: gives the mask as flex_attention takes it, where there is one that it takes; asked at the end.
         shared: gives what a function makes for a key, once for all layers that stand alike.
     """
 
@@ -118,6 +122,7 @@ class Request:
     arguments: dict[str, Any]
     read: Callable[[], Penalty | ByDistance | None]
     find_layout: Callable[[], Layout | None]
+    find_shown: Callable[[], BlockMask]
     shared: Callable[[Any, Callable[[], Any]], Any]
 
     @property
@@ -150,7 +155,7 @@ class Request:
             return True
         if transforms_active():  # torch.func differentiates the formula, not its kernels
             return True
-        if self.alters or self.query.shape[2] == 1:
+        if self.alters or self.query.shape[2] == 1 or is_capturing():
             return True
         learned_mask = isinstance(self.mask, Tensor) and self.mask.requires_grad
         one_key = self.key[..., : self.query.shape[-1]] if self.mechanism.keys_per_token > 1 else self.key
@@ -211,9 +216,11 @@ def seen_segments(
     batch, _, length, _ = query.shape
     if mask is None:
         return whole(batch, length, min(length, keys) if causal else keys, causal=causal)  # as stock: from the first
-    if not isinstance(mask, Tensor) or device_type(mask) != "cpu" or not holds_values(mask):
-        return None  # to read it from a GPU would cost more than it saves
-    return memo.of_mask(mask, lambda: segments_of(mask, batch, keys))
+    if not isinstance(mask, Tensor) or not holds_values(mask):
+        return None
+    if device_type(mask) != "cpu" and (mask.dtype != torch.bool or length * keys < MIN_FLEX_QK_PAIRS):
+        return None  # to wait for it would cost more than it saves
+    return memo.of_mask(mask, "segments", lambda: segments_of(mask, batch, keys))
 
 
 def lay_out(seen: tuple[Segment, ...], span: Span) -> Layout:
@@ -266,7 +273,8 @@ def _flex(request: Request, pieces: Pieces) -> Tensor:
     bias = request.read()
     assert bias is not None
     return attend_read(
-        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal
+        request.query, request.key, request.value, bias, scaling=request.scaling, causal=request.causal,
+        shown=None if request.mask is None else request.find_shown(),
     )  # fmt: skip
 
 
@@ -416,6 +424,13 @@ def choose(request: Request) -> str:
     return next((name for name in names if _gains(name, request, wanted) and _applies(name, request)), "plain")
 
 
+def gains_on_gpu(request: Request) -> bool:
+    """Return whether a text is long enough on a GPU for another way than the formula, if one applies."""
+    if request.mechanism.backend != "auto":
+        return True
+    return request.pairs >= (MIN_FLEX_QK_PAIRS if request.mechanism.biases else MIN_QK_PAIRS)
+
+
 def _gains(name: str, request: Request, wanted: str) -> bool:
     """Return whether "auto" takes `name` at this size; a way that was asked for is taken at any."""
     if wanted != "auto" or name == "plain":
@@ -440,17 +455,25 @@ def _applies(name: str, request: Request) -> bool:
     if name in ("chunked", "plain"):
         return True
     if name == "flex":
-        if request.mask is not None or not request.span.is_prefill:
+        masked = request.mask is not None
+        if not (_flex_reads(request) if masked else request.span.is_prefill):
             return False
         settled = request.mechanism.settles_at
         apart = settled is not None and _settles(request, settled)
-        return apart or fits_flex(request.query, request.value, request.read())
+        return apart or fits_flex(request.query, request.value, request.read(), masked=masked)
     division = request.division(name)
     if division is None:
         return False
-    if device_type(request.query) != "cpu":
-        return request.mask is None and request.span.is_prefill and not division.rest
     return division.gains or request.mechanism.backend == name
+
+
+def _flex_reads(request: Request) -> bool:
+    """Return whether the mask says of each query and key, for all heads alike, whether it sees it and no more."""
+    mask = request.mask
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return False
+    rows, queries = len(request.query), request.query.shape[2]
+    return len(mask) in (1, rows) and mask.shape[1:3] == (1, queries) and mask.shape[3] >= request.key.shape[2]
 
 
 def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor | None:
@@ -495,9 +518,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
         model: patched, or a PEFT model around one.
         backend: "auto" takes the fastest that applies to each call; "plain" the formula itself; "row",
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
-            not apply: all with dropout, for one query alone, in graphs that are exported, for a GPU, or of torch before
-            2.7; all but "chunked" where a mask leaves gaps between the keys that a query sees, or positions jump;
-            "flex" with a mask or a cache, and with gradients on a CPU.
+            not apply: all with dropout, for one query alone, in CUDA graphs and in graphs that are exported or of torch
+            before 2.7 (2.9 on a GPU); all but "chunked" and "flex" where a mask leaves gaps between the keys that a
+            query sees, or positions jump; "flex" with a mask of numbers, and with gradients on a CPU.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.

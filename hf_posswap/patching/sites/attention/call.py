@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.kernels.flex import shown_blocks
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import Layout, Request, lay_out, seen_segments
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 from hf_posswap.schemes.common.piece import Keys, Piece
 from hf_posswap.schemes.mechanism import Mechanism, by_head
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 T = TypeVar("T")
 
@@ -131,6 +135,7 @@ class AttentionCall:
             arguments=kwargs,
             read=lambda: self.flex_bias(len(query)),
             find_layout=lambda: self._layout(query, key.shape[2], mask, causal=causal),
+            find_shown=lambda: self._shown(mask, key.shape[2]),
             shared=self._once(),
         )
 
@@ -140,6 +145,11 @@ class AttentionCall:
         if seen is None:
             return None
         return self._shared(("layout", seen), lambda: lay_out(seen, self.span))
+
+    def _shown(self, mask: Tensor | None, keys: int) -> BlockMask:
+        """Return the first `keys` columns of a mask [B or 1, 1, Q, K or more], as flex_attention takes it."""
+        assert mask is not None, "asked for where there is a mask"
+        return self.memo.of_mask(mask, f"blocks of {keys}", lambda: shown_blocks(mask[..., :keys]))
 
     def _once(self) -> Callable[[Any, Callable[[], Any]], Any]:
         """Return a function that makes a value once for all layers with the same positions, or else for this call."""

@@ -74,8 +74,8 @@ class ForwardMemo:
     """
 
     entries: list[tuple[tuple[object, ...], Span]] = field(default_factory=list)
-    masks: list[tuple[weakref.ref[Tensor], int | None, Any]] = field(default_factory=list)
-    """What was read from the masks of this forward."""
+    masks: list[tuple[weakref.ref[Tensor], int | None, str, Any]] = field(default_factory=list)
+    """What was read from the masks of this forward, by its name."""
     in_forward: bool = False
     """Whether the model's own forward runs: none of its code writes into what its layers are given."""
     given: Tensor | None = None
@@ -106,16 +106,16 @@ class ForwardMemo:
         counted = (tensor is None or version_of(tensor) is not None for tensor in tensors)
         return self.in_forward or torch.compiler.is_compiling() or (cache is None and all(counted))
 
-    def of_mask(self, mask: Tensor, read: Callable[[], T]) -> T:
-        """Return `read()`, computed once in a forward as long as `mask` is not written to."""
+    def of_mask(self, mask: Tensor, name: str, read: Callable[[], T]) -> T:
+        """Return `read()`, which gives `name`, computed once in a forward as long as `mask` is not written to."""
         if not self.knows(None, mask):
             return read()
         version = version_of(mask)
-        for known, at, value in self.masks:
-            if known() is mask and at == version:
+        for known, at, named, value in self.masks:
+            if known() is mask and (at, named) == (version, name):
                 return value
         value = read()
-        self.masks.append((weakref.ref(mask), version, value))
+        self.masks.append((weakref.ref(mask), version, name, value))
         return value
 
     def shared(self, key: tuple[object, ...], make: Callable[[dict[object, object] | None], Span]) -> Span:

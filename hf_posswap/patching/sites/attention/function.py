@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_dispatch import with_autograd
+from hf_posswap.compat.torch_dispatch import uncaptured, with_autograd
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.compat.transformers_attention import (
     IMPLEMENTATION,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "posswap" if __name__.startswith("hf_posswap.") else f"posswap_{zlib.crc32(__name__.encode()):08x}"
 OPERATOR = f"{re.sub(r'[^A-Za-z0-9]+', '_', __name__)}::attend"
 """Of this module's own name: a checkpoint's own code may be another copy of the package."""
+UNCAPTURED = uncaptured()
+"""Of an operator that reads numbers from a GPU while it runs; empty: a graph on a GPU cannot contain it."""
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor query_positions, Tensor? key_positions, "
     "Tensor[] parameters, Tensor number, float scaling, bool causal, str keys"
@@ -299,15 +301,19 @@ def attend_by_backend(call: AttentionCall, request: Request) -> Tensor | None:
 def _is_held(request: Request) -> bool:
     """Return whether a traced graph should contain `request` as the operator instead of the formula.
 
-    So it is on a CPU, where another backend than the formula applies.
+    So it is where another backend than the formula applies: on a CPU at any length, on a GPU where one gains. For
+    shorter texts a GPU has a graph of its own with the formula, which the compiler fuses with what is around it.
     """
     if not torch.compiler.is_dynamo_compiling() or _exports() or request.mechanism.backend == "plain":
         return False
-    if len(backends.backends_of(request.mechanism)) < 2 or request.alters or request.query.device.type != "cpu":
+    device = request.query.device.type
+    if len(backends.backends_of(request.mechanism)) < 2 or request.alters or device not in ("cpu", "cuda"):
+        return False
+    if device == "cuda" and not (UNCAPTURED and backends.gains_on_gpu(request)):
         return False
     if type(request.query) is not Tensor or transforms_active():  # they have no rule for the operator
         return False
-    if request.mechanism.splits and torch.is_autocast_enabled("cpu"):  # rotated tensors are narrowed only then
+    if request.mechanism.splits and torch.is_autocast_enabled(device):  # rotated tensors are narrowed only then
         return False
     return request.mask is None or not request.mask.requires_grad
 
@@ -318,7 +324,7 @@ def _exports() -> bool:
     return is_exporting is None or is_exporting()
 
 
-@torch.library.custom_op(OPERATOR, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+@torch.library.custom_op(OPERATOR, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor", **UNCAPTURED)
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -354,7 +360,9 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     return query.new_empty(batch, length, heads, value.shape[-1])
 
 
-@torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=(), schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]")
+@torch.library.custom_op(
+    f"{OPERATOR}_backward", mutates_args=(), schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]", **UNCAPTURED
+)
 def _attend_backward(
     grad: Tensor,
     query: Tensor,

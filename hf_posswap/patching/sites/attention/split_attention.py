@@ -20,7 +20,7 @@ from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.patching.sites.attention.forward_memo import identity_of
 from hf_posswap.rope_math import CosSin, rotate
 from hf_posswap.schemes.common.piece import Piece, in_a_row
-from hf_posswap.utils.devices import device_type
+from hf_posswap.utils.devices import device_type, is_capturing
 
 BLOCK = 256
 """Queries that are scored at once."""
@@ -125,7 +125,7 @@ class Scoring:
             return False
         if device_type(self.key_positions) == "cpu":
             return True
-        return self.is_shared and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        return self.is_shared and not is_capturing()
 
     def _read_ranges(self) -> Ranges:
         """Return which keys each piece holds for the one query; another device is waited for once."""
