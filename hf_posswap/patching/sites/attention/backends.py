@@ -566,5 +566,6 @@ def _way(mechanism: Mechanism) -> str:
     least, of_flex = math.isqrt(MIN_QK_PAIRS), math.isqrt(MIN_FLEX_QK_PAIRS)
     if "flex" in names:
         rest = f"flex on a GPU, {of_flex} tokens and more; else {rest}"
-    first = f"{names[0]}: {BACKENDS[names[0]]} (sdpa on a CPU, {least} tokens and more, {SITUATIONS})"
+    place = "sdpa" if names[0] == "merge" else "sdpa on a CPU"
+    first = f"{names[0]}: {BACKENDS[names[0]]} ({place}, {least} tokens and more, {SITUATIONS})"
     return f"{first}; {'' if 'flex' in names else 'else '}{rest}; see set_backend"
