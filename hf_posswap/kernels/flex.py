@@ -23,6 +23,13 @@ LEAST_WIDTH = 16
 """Minimum head dimension of flex_attention's kernels."""
 _ONE_KERNEL: dict[str, bool | int] = {"FORCE_USE_FLEX_ATTENTION": True}
 """Below 128 queries a GPU would use the decoding kernel, which does not support that many grouped heads."""
+_FEW_LOADS: dict[str, bool | int] = _ONE_KERNEL | {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_stages": 1,
+    "bwd_num_stages": 1,
+}
+"""What a kernel reads by distance, or of a mask, takes shared memory for each stage: an H100 has too little for three."""
 
 
 class Penalty:
@@ -100,7 +107,7 @@ def attend_read(
     with many_kinds():
         return _compiled(flex_attention, query.device.type)(
             query, key, value, score_mod=modified, block_mask=blocks, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1], kernel_options=_ONE_KERNEL,
+            enable_gqa=query.shape[1] != key.shape[1], kernel_options=_ONE_KERNEL if shown is None else _FEW_LOADS,
         )  # fmt: skip
 
 
@@ -126,15 +133,6 @@ def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, s
     far = _past_blocks(rows, rows, settled, None, query.device)
     with many_kinds():
         return _compiled(_near_and_far, query.device.type)(query, key, value, line, near, far, scaling)
-
-
-_FEW_LOADS: dict[str, bool | int] = _ONE_KERNEL | {
-    "fwd_BLOCK_M": 64,
-    "fwd_BLOCK_N": 64,
-    "fwd_num_stages": 1,
-    "bwd_num_stages": 1,
-}
-"""The numbers that a kernel reads by distance take shared memory for each stage: an H100 has too little for three."""
 
 
 def _near_and_far(
