@@ -29,7 +29,7 @@ _FEW_LOADS: dict[str, bool | int] = _ONE_KERNEL | {
     "fwd_num_stages": 1,
     "bwd_num_stages": 1,
 }
-"""What a kernel reads by distance, or of a mask, takes shared memory for each stage: an H100 has too little for three."""
+"""What is read by distance, or of a mask, takes shared memory for each stage: an H100 has too little for three."""
 
 
 class Penalty:
