@@ -50,8 +50,8 @@ class PosswapSettings(BaseModel):
     Attributes:
         scheme: as for `patch_model`, such as "yarn:factor=8"; or a mapping with name and fields.
         max_length: positions that the swapped model is meant for; None: as `patch_model` chooses.
-        fit: texts on which alibi or t5 is fitted to the model's own positions, or a partial rotation to its learned
-            table; 0: no fit.
+        fit: texts on which alibi, kerple or t5 is fitted to the model's own positions, or a partial rotation to its
+            learned table; 0: no fit.
         fit_text: texts for `fit`: a file, or a folder of files.
         max_first_loss: as for `PosswapCallback`.
         digests: as for `PosswapCallback`.

@@ -183,7 +183,7 @@ class Scheme:
         Example:
             >>> from hf_posswap.schemes import Kerple
             >>> Kerple().to_dict()
-            {'name': 'kerple', 'variant': 'log', 'seed': 0}
+            {'name': 'kerple', 'variant': 'log', 'seed': 0, 'r1': None, 'r2': None}
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {"name": self.name} | {name: _plain(value) for name, value in fields.items()}

@@ -25,6 +25,7 @@ from hf_posswap.schemes.base import SCHEMES, Kind, Scheme, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.bias import (
     DistanceMechanism,
+    FittedBias,
     LinearBias,
     distances,
     generator,
@@ -39,11 +40,13 @@ SMALLEST = 0.01
 """Lower bound of the initial r1 and r2, as the authors' code clamps them."""
 HIGHEST_POWER = 2.0
 """r2 of the power variant stays below it: up to there the kernel is conditionally positive definite."""
+LEAST_FITTED = 1e-4
+"""Lower bound of a fitted r1: near 0 the gradient of its softplus vanishes, and training could not raise it."""
 
 
 @SCHEMES.register("kerple")
 @dataclass(frozen=True)
-class Kerple(Scheme):
+class Kerple(FittedBias):
     """KERPLE: score - r1 ln(1 + r2 |i - j|), or score - r1 |i - j|^r2; r1, r2 > 0 learned for each head.
 
     They are initialized at random, as in the authors' code: "log" with r1 in (0, 2), r2 in (0, 1); "power" with r1 in
@@ -53,23 +56,63 @@ class Kerple(Scheme):
     Attributes:
         variant: "log" (the paper's best) or "power".
         seed: of the initial r1 and r2.
+        r1: initial r1 of each head instead, with r2; None: at random. `hf_posswap.fit_bias` finds those closest to a
+            model's own positions, for each layer.
+        r2: likewise, below 2 for "power".
 
     Example:
         >>> Kerple().variant
         'log'
     """
 
+    __repr__ = Scheme.short_repr
+
     name: ClassVar[str] = "kerple"
     summary: ClassVar[str] = "a learned penalty on the logarithm, or a power, of distance"
     source: ClassVar[str] = "https://arxiv.org/abs/2205.09921"
     kind: ClassVar[Kind] = "bias"
+    fitted_fields: ClassVar[tuple[str, ...]] = ("r1", "r2")
 
     variant: Literal["log", "power"] = "log"
     seed: int = 0
+    r1: tuple[float, ...] | None = None
+    r2: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         checks.choice(self.name, "variant", self.variant, ("log", "power"))
         checks.whole(self.name, "seed", self.seed, minimum=0, maximum=checks.LARGEST_SEED)
+        for name in self.fitted_fields:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, checks.factors(self.name, name, getattr(self, name), each="head"))
+        if (self.r1 is None) != (self.r2 is None):
+            raise SchemeError(f"{self.name}: give r1 and r2 together, got r1={self.r1} and r2={self.r2}.")
+        if self.variant == "power" and max(self.r2 or (0.0,)) >= HIGHEST_POWER:
+            raise SchemeError(f"{self.name}: r2 must be below {HIGHEST_POWER:g} where it is a power, got {self.r2}.")
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        super().resolve(geometry, max_length)
+        for name in self.fitted_fields:
+            if len(getattr(self, name) or range(geometry.num_heads)) != geometry.num_heads:
+                raise SchemeError(
+                    f"{self.name}: {name} has {len(getattr(self, name))} numbers, and this model has "
+                    f"{geometry.num_heads} heads; give one each."
+                )
+        return self
+
+    def fitted(self, target: Tensor, weights: Tensor, distances: Tensor, geometry: Geometry) -> Self:
+        rates, powers = torch.logspace(-4, 3, 1401, device="cpu"), torch.linspace(0.002, 1.998, 999, device="cpu")
+        r2 = (rates if self.variant == "log" else powers).double()
+        grown = _grown(self.variant, distances.abs().double(), r2[:, None])  # [grid, N]
+        pairs = []
+        for wanted, weight in zip(target, weights / weights.sum(dim=1, keepdim=True), strict=True):
+            centred = grown - (grown @ weight)[:, None]
+            fall = (wanted @ weight) - wanted  # [N]
+            steepness = (centred * fall) @ weight / (centred.square() @ weight)  # [grid]
+            r1 = steepness.nan_to_num().clamp(min=LEAST_FITTED)
+            best = int(((r1[:, None] * centred - fall).square() @ weight).argmin())
+            pairs.append(torch.stack((r1[best], r2[best])))
+        first, second = torch.stack(pairs, dim=1)  # [H], [H]
+        return dataclasses.replace(self, r1=tuple(rounded(first)), r2=tuple(rounded(second)))
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
         return KerpleMechanism(self, geometry.num_heads)
@@ -90,6 +133,8 @@ class KerpleMechanism(DistanceMechanism):
         first, second = (2.0, 1.0) if scheme.variant == "log" else (1.0, HIGHEST_POWER)
         r1 = uniform(SMALLEST, first, (heads,), source)
         r2 = uniform(SMALLEST, second, (heads,), source)
+        if scheme.r1 is not None and scheme.r2 is not None:
+            r1, r2 = (torch.tensor(given, dtype=torch.float32, device="cpu") for given in (scheme.r1, scheme.r2))
         self.raw_r1 = parameter(_inverse_softplus(r1))
         inverse_power = (r2 / HIGHEST_POWER).logit(eps=1e-3)
         self.raw_r2 = parameter(_inverse_softplus(r2) if scheme.variant == "log" else inverse_power)
@@ -106,15 +151,19 @@ class KerpleMechanism(DistanceMechanism):
     def distance_bias(self, distances: Tensor) -> Tensor:
         length = distances.abs().float()  # [N]
         r1, r2 = self.r1()[:, None], self.r2()[:, None]  # [H, 1]
-        grown = (r2 * length).log1p() if self.variant == "log" else length.pow(r2)
-        return -r1 * grown
+        return -r1 * _grown(self.variant, length, r2)
 
     def extra_repr(self) -> str:
         return f"variant={self.variant!r}, heads={len(self.raw_r1)}"
 
 
+def _grown(variant: str, length: Tensor, r2: Tensor) -> Tensor:
+    """Return ln(1 + r2 d), or d^r2, of distances [N] and r2 [..., 1], [..., N]."""
+    return (r2 * length).log1p() if variant == "log" else length.pow(r2)
+
+
 def _inverse_softplus(value: Tensor) -> Tensor:
-    return value.expm1().log()
+    return torch.where(value > 20, value, value.expm1().log())
 
 
 PAPER_THRESHOLD = 512.0

@@ -17,12 +17,11 @@ from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.schemes import NoPE, PerLayer, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
-from hf_posswap.schemes.common.bias import LinearBias
+from hf_posswap.schemes.common.bias import FittedBias
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.profiles import (
-    NEGLIGIBLE,
     ProfileWatch,
     check_base,
     check_rows,
@@ -59,9 +58,9 @@ def fit_bias(
     local layer) in all texts; a is any function, and c_i is free because softmax ignores it. In the second, w_d is the
     attention that the unswapped model pays to distance d, plus 5 % of the total weight spread evenly over the distances
     that the layer sees. Layers are fitted one after the other, so each corrects the residual of earlier layers. For
-    "alibi" b(d) = -m |d| with m >= 0; for "t5" b is a number per bucket, and buckets without data take the value of the
-    next nearer bucket. The result has six significant digits, is stored in the swap's record, and is never fitted
-    again.
+    "alibi" b(d) = -m |d| with m >= 0; for "kerple" b is the nearest of a grid of r2, each with the r1 nearest to it;
+    for "t5" b is a number per bucket, and buckets without data take the value of the next nearer bucket. The result has
+    six significant digits, is stored in the swap's record, and is never fitted again.
 
     The effect of a rotation depends on the queries and keys, not only on the distance; a is its mean at each distance.
     Layers without rotation in a model whose other layers rotate stay without positions.
@@ -72,7 +71,8 @@ def fit_bias(
     Args:
         model: an unswapped model of one stack; it is not changed. It reads every text once as it is, and once per
             layer, up to that layer, without its positions.
-        scheme: "alibi" or "t5", with or without the options interpolation, num_buckets, max_distance.
+        scheme: "alibi", "kerple" or "t5", with or without the options interpolation, variant, num_buckets,
+            max_distance.
         tokens: rows of token ids, one text per row, without padding, each within the original length. A few rows of
             1,024 tokens are enough; the time grows with the square and the cube of the longest.
         progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS
@@ -108,10 +108,9 @@ def fit_bias(
     rows = check_rows(tokens, unwrapped, sites)
     geometry = sites.geometry
     resolved = requested.resolve(geometry, None)
-    assert isinstance(resolved, LinearBias)
+    assert isinstance(resolved, FittedBias)
     longest = max(map(len, rows))
     distances = distances_of(geometry, longest)
-    features = resolved.features(distances, geometry)  # [F, N]
     inverses: dict[tuple[int, int] | None, Tensor] = {}  # shared by layers with the same reach
     fitted_layers: dict[int, Scheme] = {}
     base = watch_base(unwrapped, geometry, rows)
@@ -124,28 +123,18 @@ def fit_bias(
             if own.reach not in inverses:
                 inverses[own.reach] = inverse_of_distances(distances[seen], rows)
             target_bias = (own.profile - watch.profile)[:, seen] @ inverses[own.reach]  # [H, visible distances]
-            attention = own.attention[:, seen]
-            weights = [_solved(features[:, seen], *pair) for pair in zip(target_bias, attention, strict=True)]
-            fitted = resolved.with_weights(torch.stack(weights), geometry)
+            weights = torch.stack([distance_weights(attention) for attention in own.attention[:, seen]])
+            fitted = resolved.fitted(target_bias, weights, distances[seen], geometry)
             fitted_layers[layer], acting[layer] = fitted, fitted.mechanism(geometry)
             count(None)
     others = None if len(base) == geometry.num_layers else NoPE()  # layers that the swap does not reach
     return PerLayer(layers=fitted_layers, default=others)  # type: ignore[arg-type]
 
 
-def _solved(features: Tensor, wanted: Tensor, attention: Tensor) -> Tensor:
-    """Return the minimum-norm least-squares weights [F] of a head for `wanted` [N]; NaN for zero features [F, N]."""
-    free = torch.cat([features, torch.ones_like(wanted)[None]])
-    weighted = free * distance_weights(attention)
-    weights = (torch.linalg.pinv(weighted @ free.T, rtol=NEGLIGIBLE, hermitian=True) @ (weighted @ wanted))[:-1]
-    weights[~features.any(dim=1)] = torch.nan
-    return weights
-
-
-def _checked_scheme(scheme: Scheme | str | Mapping[str, object]) -> LinearBias:
+def _checked_scheme(scheme: Scheme | str | Mapping[str, object]) -> FittedBias:
     bias_scheme = make_scheme(scheme)
-    if not isinstance(bias_scheme, LinearBias):
-        raise SchemeError(f"{_OWNER}: scheme must be alibi or t5, whose bias can be fitted, got {bias_scheme}.")
+    if not isinstance(bias_scheme, FittedBias):
+        raise SchemeError(f"{_OWNER}: scheme must be alibi, kerple or t5, whose bias can be fitted, got {bias_scheme}.")
     for name in bias_scheme.fitted_fields:
         if getattr(bias_scheme, name) != getattr(type(bias_scheme), name):
             raise SchemeError(f"{_OWNER}: {name} of {bias_scheme.name} is determined by the fit; leave it out.")
@@ -171,10 +160,10 @@ def check_fit(model: PreTrainedModel, scheme: Scheme) -> None:
     """
     if isinstance(scheme, RotaryScheme):
         check_rotation(model, scheme)
-    elif isinstance(scheme, LinearBias):
+    elif isinstance(scheme, FittedBias):
         check_base(unwrap(model), _checked_scheme(scheme), _OWNER, runs=False)
     else:
         raise SchemeError(
-            f"{scheme.name} cannot be fitted to the model's positions. What works: alibi and t5, and, to a learned "
-            "table, rope and its variants with partial below 1."
+            f"{scheme.name} cannot be fitted to the model's positions. What works: alibi, kerple and t5, and, to a "
+            "learned table, rope and its variants with partial below 1."
         )

@@ -26,6 +26,7 @@ from hf_posswap.patching.sites.attention.edits import AddMechanism, PatchAttenti
 from hf_posswap.patching.sites.attention.plan import ALTERING
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.base import Scheme
+from hf_posswap.schemes.common.bias import NEGLIGIBLE
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.sum import Sum, SumMechanism, native
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 WITH_SCORES = native() + Alibi()
 """A swap that keeps the model's own positions, a table or a rotation, and gives access to the scores."""
-NEGLIGIBLE = 1e-10
-"""Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
 _EVEN = 0.05
 """Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
 

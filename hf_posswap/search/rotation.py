@@ -229,7 +229,7 @@ def _check_angles(scheme: Scheme, named: str) -> RotaryScheme:
     if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed:
         raise SchemeError(
             f"{_OWNER} fits schemes that rotate by fixed angles, such as rope:partial=0.5, and this is "
-            f"{named}. The bias of alibi and t5: fit_bias."
+            f"{named}. The bias of alibi, kerple and t5: fit_bias."
         )
     if scheme.filled("partial") >= 1:
         raise SchemeError(

@@ -18,7 +18,8 @@ documents; a document's loss is the mean over seeds:
 3. it beats the baseline: the loss over 8 windows at once, less that of the control with half-overlapping sliding
    windows of the original length: an upper bound below 0. The base's own sliding window is reported too.
 
-The same command resumes an interrupted run, and trains only what changed.
+The same command resumes an interrupted run, and trains only what changed. Processes that run at once each need a --work
+and an --out. With --device cuda it trains and measures on a GPU, on the CPU otherwise.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from recipes.studies.running import (
     RECIPES,
     Run,
     base_folder,
+    check_device,
     control_settings,
     make_run,
     source_settings,
@@ -84,16 +86,19 @@ def main(
         list[str] | None, typer.Option(help="KEY=VALUE: one more row of each recipe, with this besides.")
     ] = None,
     work: Annotated[Path | None, typer.Option(help="The folder for trainings; in the user's cache otherwise.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Train recipes and control at equal tokens, and say which goals are reached."""
+    check_device(device)
     work_dir = work_folder(work)
     folder = base_folder(base)
-    model = hf_posswap.load(folder).eval()
+    model = hf_posswap.load(folder).eval().to(device)
     tokenizer = load_tokenizer(folder, instead="save it with the model")
     window = reach_of(model).window
     corpus = read_documents(valid, tokenizer, length=pieces * MULTIPLES[-1] * window, limit=documents)
     texts = Texts(corpus, window, tokenizer)
     shared = [f"model.name={folder}", source_settings(train or ["python"])]
+    shared += [f"training.use_cpu={'false' if device == 'cuda' else 'true'}"]
     cases = list(_cases(recipe or [RECIPES / "learned-to-rope.yaml"], settings or [], ablate or [], tokens))
     pairs = {case: _pairs(case, shared, (window, step, seeds), work_dir) for case in cases}
     for run in (run for of_case in pairs.values() for pair in of_case for run in pair):
@@ -101,7 +106,7 @@ def main(
         run.finish()
     with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
         base_subject = _measured(model, texts, store)
-        rows = [_row(case, of_case, base_subject, texts, store) for case, of_case in pairs.items()]
+        rows = [_row(case, of_case, base_subject, texts, store, device) for case, of_case in pairs.items()]
     text_paths = [Path(path) for path in (*(train or ()), *(valid or ()))]
     text_places = {path.parent: "$TEXT" for path in text_paths if path.parent.parts}
     places = {work_dir: "$WORK", folder: "$BASE", base: "$BASE", **text_places}
@@ -114,7 +119,7 @@ def main(
         "seeds": seeds,
         "texts": texts.to_dict() | {"source": ", ".join(path.name for path in valid or ()) or corpus.source},
         "rows": rows,
-        "command": study_command(NAME, context.params, places),
+        "command": study_command(NAME, context.params | {"device": None if device == "cpu" else device}, places),
         "commands": [run.command(places) for of_case in pairs.values() for run in of_case[0]],
     }
     write_json(out / f"{NAME}.json", result)
@@ -195,17 +200,19 @@ def _measured(model: Any, texts: Texts, store: RunStore) -> Subject:
     return Subject(document_means(model, texts, store), sliding_means(model, texts, store))
 
 
-def _row(case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, store: RunStore) -> dict[str, Any]:
-    """Return the results of one case over its seeds."""
+def _row(
+    case: Case, pairs: list[tuple[Run, Run]], base: Subject, texts: Texts, store: RunStore, device: str
+) -> dict[str, Any]:
+    """Return the results of one case over its seeds, measured on `device`."""
     name = case.config.stem
-    models = [hf_posswap.load(run.model).eval() for run, _ in pairs]
+    models = [hf_posswap.load(run.model).eval().to(device) for run, _ in pairs]
     after = [document_means(model, texts, store) for model in models]
     if LAST not in after[0]:
         raise ConfigError(
             f"{name} ends before {MULTIPLES[-1]} windows of {texts.window} tokens: give its swap a larger factor or "
             "max_length by --set."
         )
-    controls = [_measured(hf_posswap.load(control.model).eval(), texts, store) for _, control in pairs]
+    controls = [_measured(hf_posswap.load(control.model).eval().to(device), texts, store) for _, control in pairs]
     mean = {key: np.mean([means[key] for means in after], axis=0) for key in after[0]}
     control = Subject(
         {key: np.mean([subject.means[key] for subject in controls], axis=0) for key in controls[0].means},

@@ -168,4 +168,5 @@ def row_name(row: dict[str, Any]) -> str:
 
 
 def _change_text(change: dict[str, Any]) -> str:
-    return f"{change['difference']:+.4f} [{interval_text(change, '+.4f', ', ')}], bound {change['upper']:+.4f}"
+    bound = "none" if change["upper"] is None else f"{change['upper']:+.4f}"
+    return f"{change['difference']:+.4f} [{interval_text(change, '+.4f', ', ')}], bound {bound}"

@@ -53,6 +53,7 @@ from recipes.studies.pictures import draw_beyond, draw_kept
 from recipes.studies.real_model_tables import BASE, CHOICE, CONTROL, SLIDING, markdown
 from recipes.studies.running import (
     RECIPES,
+    check_device,
     control_settings,
     make_run,
     source_settings,
@@ -216,8 +217,7 @@ def _opened(
     base: Path, valid: Sequence[Path], length: int, documents: int, *, placed: tuple[str, str, int], **others: Any
 ) -> Setting:
     device, dtype, threads = placed
-    if device == "cuda" and not torch.cuda.is_available():
-        raise OptionError("--device cuda: there is no CUDA device here; leave it out for the CPU.")
+    check_device(device)
     if dtype not in ("float32", "bfloat16"):
         raise OptionError(f"--dtype {dtype}: there are float32 and bfloat16.")
     torch.set_num_threads(threads)

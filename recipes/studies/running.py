@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 import hf_posswap
-from hf_posswap.errors import CheckpointError, ConfigError, TrainingError
+from hf_posswap.errors import CheckpointError, ConfigError, OptionError, TrainingError
 from hf_posswap.evaluation.store import unit_key
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.training.config import Recipe, TrainingSettings, load_recipe, phases_of
@@ -147,6 +147,21 @@ def work_folder(work: Path | None) -> Path:
         CheckpointError: it cannot be written into.
     """
     return writable_folder((work or cache_folder(None) / "studies").expanduser().resolve())
+
+
+def check_device(device: str) -> None:
+    """Check the value of --device.
+
+    Raises:
+        OptionError: it is neither cpu nor cuda, or there is no CUDA device.
+
+    Example:
+        >>> check_device("cpu")
+    """
+    if device not in ("cpu", "cuda"):
+        raise OptionError(f"--device {device}: there are cpu and cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: there is no CUDA device here; leave it out for the CPU.")
 
 
 def base_folder(base: Path) -> Path:

@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap.comparison import EvalDocuments
+from hf_posswap.errors import OptionError
 from hf_posswap.evaluation import RunStore
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.atomic_io import read_json
 from recipes.studies import adaptation
 from recipes.studies.goals import Subject, judge, markdown, row_name
 from recipes.studies.measuring import LAST, LAST_ALONE, WINDOW, Means, Texts, sliding_means
-from recipes.studies.running import RECIPES
+from recipes.studies.running import RECIPES, check_device
 from tests.training.engine_runs import write_model, write_texts
 from tests.training.tiny_models import tiny
 
@@ -155,6 +156,14 @@ def test_rope_in_the_place_of_rope_is_another_base(kind: str, scheme: str, name:
     model = tiny(kind)
     hf_posswap.patch_model(model, scheme)
     assert adaptation._name(model.config.posswap) == name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(OptionError, match="^--device cuda: there is no CUDA device here; leave it out for the CPU.$"):
+        check_device("cuda")
+    with pytest.raises(OptionError, match="^--device tpu: there are cpu and cuda.$"):
+        check_device("tpu")
 
 
 def test_steps_that_do_not_fit_are_refused(tmp_path: Path) -> None:

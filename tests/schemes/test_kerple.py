@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.learned_bias import Kerple, KerpleMechanism
 
@@ -72,6 +75,54 @@ def test_it_begins_as_the_authors_code_does(geometry: Geometries, variant: str, 
         assert value.max() <= high * (1 + 1e-4)
         quantiles = value.quantile(torch.linspace(0, 1, 11))
         torch.testing.assert_close(quantiles, torch.linspace(0.01, high, 11), rtol=0, atol=0.04 * high)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_begins_as_asked(geometry: Geometries, variant: Any) -> None:
+    given = Kerple(variant=variant, r1=(0.25, 40.0, 1e-4), r2=(0.01, 1.5, 1.0))
+    mechanism = given.resolve(geometry(num_heads=3), None).mechanism(geometry(num_heads=3))
+    assert isinstance(mechanism, KerpleMechanism)
+    torch.testing.assert_close(mechanism.r1().detach(), torch.tensor(given.r1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(mechanism.r2().detach(), torch.tensor(given.r2), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"r1": (0.5, 0.5)}, r"^kerple: give r1 and r2 together, got r1=\(0.5, 0.5\) and r2=None.$"),
+        ({"r1": (0.5, 0.0), "r2": (1.0, 1.0)}, r"^kerple: r1\[1\] must be .* 0"),
+        ({"variant": "power", "r1": (0.5,), "r2": (2.0,)}, r"^kerple: r2 must be below 2 where it is a power, got \(2"),
+        ({"r1": (0.5,), "r2": (1.0,)}, "^kerple: r1 has 1 numbers, and this model has 2 heads; give one each.$"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused(geometry: Geometries, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SchemeError, match=problem):
+        Kerple(**fields).resolve(geometry(num_heads=2), None)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_fit_is_as_near_as_any_pair_of_numbers(geometry: Geometries, variant: Any) -> None:
+    """Weighted squares of what is left, each head's constant free, against a search over both numbers."""
+    random = np.random.default_rng(0)
+    distances, heads = np.arange(40), 4
+    target = -np.outer([0.3, 1.0, 0.05, -0.2], distances) + random.normal(scale=0.3, size=(heads, 40))
+    weights = random.dirichlet(np.ones(40), size=heads)
+    shape = geometry(num_heads=heads)
+    fitted = Kerple(variant=variant).fitted(
+        torch.from_numpy(target), torch.from_numpy(weights), torch.from_numpy(distances), shape
+    )
+
+    def left(head: int, r1: float, r2: float) -> float:
+        bias = -r1 * np.log1p(r2 * distances) if variant == "log" else -r1 * distances**r2
+        away = target[head] - bias
+        return float(weights[head] @ (away - weights[head] @ away) ** 2)
+
+    assert fitted.r1 is not None
+    assert fitted.r2 is not None
+    rates = np.geomspace(1e-4, 900, 160) if variant == "log" else np.linspace(0.01, 1.99, 160)
+    for head in range(heads):
+        nearest = min(left(head, r1, r2) for r2 in rates for r1 in np.geomspace(1e-4, 4e4, 160))
+        assert left(head, fitted.r1[head], fitted.r2[head]) <= nearest * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

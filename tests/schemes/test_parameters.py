@@ -56,7 +56,7 @@ WHOLES: dict[str, tuple[int, int]] = {
     "seed": (0, 2**63 - 1),
 }
 LENGTHS = ["original_length", "centre", "window", "chunk", "local", "pin", "step"]
-LISTS = {"short_factor": "> 0", "long_factor": "> 0", "frequencies": ">= 0", "slopes": ">= 0"}
+LISTS = {"short_factor": "> 0", "long_factor": "> 0", "frequencies": ">= 0", "slopes": ">= 0", "r1": "> 0", "r2": "> 0"}
 """Lists with a number for each pair, or head, and the bound of their entries."""
 CHOICES: dict[str, list[str]] = {
     "layout": ["'half'|'halves'", "'interleaved'"],
@@ -125,7 +125,7 @@ def test_what_is_no_length_is_refused(name: str, field: str, value: Any) -> None
 @pytest.mark.parametrize("value", [[], 2.0, "1,2", {"a": 1}])
 def test_what_is_no_list_is_refused(name: str, field: str, value: Any) -> None:
     message = refuse(name, **{field: value})
-    each = "head" if field == "slopes" else "rotary pair"
+    each = "head" if field in ("slopes", "r1", "r2") else "rotary pair"
     assert message == f"{name}: {field} must be a list of numbers, one a {each}, got {brief_repr(value)}."
 
 

@@ -44,7 +44,7 @@ from transformers import (
 )
 
 import hf_posswap
-from hf_posswap import Alibi, PerLayer, T5Bias, patch_model, swap_plan, unpatch_model, verify_swap
+from hf_posswap import Alibi, Kerple, PerLayer, T5Bias, patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import (
     AlreadyPatchedError,
     DataError,
@@ -309,6 +309,27 @@ def test_slopes_that_a_table_gives_are_found_again() -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
+def test_a_power_of_1_is_found_where_a_table_gives_slopes_and_training_may_change_it(tmp_path: Path) -> None:
+    slopes = [[0.5, 0.03, 0.25, 1.25], [0.002, 0.7, -0.3, 0.125]]
+    model = known([[("slope", slope) for slope in layer] for layer in slopes])
+    fitted: Any = fit_bias(model, "kerple:variant=power", TEXTS)
+    for layer, expected in enumerate(slopes):
+        found = fitted.of_layer(layer)
+        for r1, r2, slope in zip(found.r1, found.r2, expected, strict=True):
+            if slope > 0:
+                assert (r1, r2) == pytest.approx((slope, 1.0), rel=2e-2)
+            else:
+                assert r1 * LENGTH**r2 < 0.01, "a head that looks far away gets next to no penalty"
+    with torch.no_grad():
+        ids = torch.from_numpy(TEXTS[0])[None]
+        before = model(input_ids=ids, output_attentions=False).logits
+        after = patch_model(model, fitted)(input_ids=ids).logits
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-2)
+    assert {name for name, _ in model.named_parameters() if "raw_r" in name} == {
+        f"transformer.posswap.parts.{layer}.raw_r{number}" for layer in range(2) for number in (1, 2)
+    }
+
+
 def test_any_profile_that_a_table_gives_is_found_again_in_buckets_of_one_distance() -> None:
     sizes = [[1.0, 0.5, 2.0, 0.0], [0.1, 3.0, 0.25, 1.5]]
     model = known([[("wave", size) for size in layer] for layer in sizes])
@@ -401,10 +422,10 @@ def test_the_fit_leaves_the_model_alone_and_the_swap_comes_off_again(name: str, 
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", ["alibi", "t5"])
+@pytest.mark.parametrize("name", ["alibi", "t5", "kerple", "kerple:variant=power"])
 def test_what_was_fitted_is_saved_and_never_fitted_again(name: str, tmp_path: Path) -> None:
     model = build("gpt2").float()
-    patch_model(model, fit_bias(model, SCHEMES[name], TEXTS), max_length=64)
+    patch_model(model, fit_bias(model, SCHEMES.get(name, name), TEXTS), max_length=64)
     with torch.no_grad():
         for parameter in model.parameters():  # as training would
             parameter += 0.01 * torch.randn_like(parameter)
@@ -427,9 +448,9 @@ def test_one_scheme_of_the_fit_serves_all_layers_if_asked() -> None:
     assert swap_plan(model).scheme == fitted.of_layer(1)
 
 
-@pytest.mark.parametrize("scheme", ["rope", "kerple", "nope", {0: "alibi", 1: "alibi"}])
+@pytest.mark.parametrize("scheme", ["rope", "fire", "nope", {0: "alibi", 1: "alibi"}])
 def test_a_scheme_without_a_fit_is_refused(scheme: Any) -> None:
-    with pytest.raises(SchemeError, match=r"^fit_bias: scheme must be alibi or t5, whose bias can be fitted, got "):
+    with pytest.raises(SchemeError, match=r"^fit_bias: scheme must be alibi, kerple or t5, whose bias can be fitted"):
         fit_bias(build("gpt2"), scheme, TEXTS)
 
 
@@ -438,6 +459,7 @@ def test_a_scheme_without_a_fit_is_refused(scheme: Any) -> None:
     [
         (Alibi(slopes=(0.5, 0.25, 0.1, 0.1)), "slopes of alibi"),
         (T5Bias(init_std=0.1), "init_std of t5"),
+        (Kerple(r1=(0.5,) * 4, r2=(1.0,) * 4), "r1 of kerple"),
         (T5Bias(num_buckets=2, start=((0.0,) * 4,) * 2), "start of t5"),
     ],
 )

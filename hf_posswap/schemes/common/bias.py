@@ -34,12 +34,32 @@ class DistanceMechanism(Mechanism):
         return self.distance_bias(distance.flatten()).unflatten(1, distance.shape).transpose(0, 1)  # [B, H, Q, K]
 
 
+NEGLIGIBLE = 1e-10
+"""Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
+
+
 @dataclass(frozen=True)
-class LinearBias(Scheme):
-    """A scheme whose bias is a weighted sum of functions of the distance, with weights for each head."""
+class FittedBias(Scheme):
+    """A scheme whose bias of distance can be fitted for each head."""
 
     fitted_fields: ClassVar[tuple[str, ...]]
-    """Names of the fields that hold those weights."""
+    """Names of the fields that the fit determines."""
+
+    def fitted(self, target: Tensor, weights: Tensor, distances: Tensor, geometry: Geometry) -> Self:
+        """Return a copy with the bias b of each head that minimizes the sum of w_d (target(d) - b(d) - c)^2, c free.
+
+        Args:
+            target: the bias to approximate, of a resolved scheme, [H, N], float64.
+            weights: w_d of each head, [H, N], float64.
+            distances: query position less key position, in tokens, [N].
+            geometry: of the model.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LinearBias(FittedBias):
+    """A scheme whose bias is a weighted sum of functions of the distance, with weights for each head."""
 
     def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
         """Return the functions, of a resolved scheme, of `distances` [N], query position less key position.
@@ -54,6 +74,14 @@ class LinearBias(Scheme):
         NaN marks the weights of functions that are 0 at every observed distance.
         """
         raise NotImplementedError
+
+    def fitted(self, target: Tensor, weights: Tensor, distances: Tensor, geometry: Geometry) -> Self:
+        functions = self.features(distances, geometry)  # [F, N]
+        free = torch.cat([functions, torch.ones_like(target[:1])])  # [F + 1, N]
+        weighted = free * weights[:, None]  # [H, F + 1, N]
+        inverses = torch.linalg.pinv(weighted @ free.T, rtol=NEGLIGIBLE, hermitian=True)  # [H, F + 1, F + 1]
+        solved = (inverses @ (weighted @ target[:, :, None]))[:, :-1, 0]  # [H, F], of minimum norm
+        return self.with_weights(solved.masked_fill(~functions.any(dim=1), torch.nan), geometry)
 
 
 def rounded(values: Tensor) -> list[float]:

@@ -66,7 +66,7 @@ class SwapSettings:
         centre: move the mean of the position table into the token embeddings first, so that the swap removes only
             positions: see hf_posswap.centre_table.
         fit: windows of the training text on which the new mechanism is fitted to the model's own positions before
-            training; 0: no fit. alibi and t5 start with the bias nearest to a learned table or a rotation
+            training; 0: no fit. alibi, kerple and t5 start with the bias nearest to a learned table or a rotation
             (hf_posswap.fit_bias), and rotary schemes with partial below 1 with the queries and keys nearest to a
             learned table (hf_posswap.fit_rotation). Of each window, the part within the model's length is read, and at
             most 2,048 tokens of it if the model rotates.

@@ -98,7 +98,7 @@ def centre(model: PreTrainedModel) -> Tensor:
 
 
 def fit_scheme(model: PreTrainedModel, scheme: Scheme, rows: list[np.ndarray], services: Services) -> Scheme:
-    """Return `scheme` for the swap of `model`, with the biases of alibi and t5 fitted."""
+    """Return `scheme` for the swap of `model`, with the biases of alibi, kerple and t5 fitted."""
     if isinstance(scheme, RotaryScheme):
         return scheme
     assert services.fit_bias is not None  # checked by check_start

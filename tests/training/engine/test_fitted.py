@@ -95,7 +95,7 @@ def test_what_does_not_go_together_is_said_by_name(tmp_path: Path, settings: tup
 @pytest.mark.parametrize(
     ("scheme", "kind", "error", "problem"),
     [
-        ("kerple", "gpt2", SchemeError, "swap.fit: kerple cannot be fitted to the model's positions.*Or swap.fit=0"),
+        ("fire", "gpt2", SchemeError, "swap.fit: fire cannot be fitted to the model's positions.*Or swap.fit=0"),
         ("rope", "gpt2", SchemeError, "swap.fit: .* rotates whole heads.*Or swap.fit=0"),
         (
             "yarn:partial=0.5",
