@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -215,11 +215,13 @@ def _block_mask(partly: Tensor, wholly: Tensor, lengths: tuple[int, int], seen_a
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    lists: dict[str, Any] = {}
-    for name, blocks in (("", partly), ("full_", wholly)):
-        lists[f"{name}kv_num_blocks"], lists[f"{name}kv_indices"] = _listed(blocks)
-        lists[f"{name}q_num_blocks"], lists[f"{name}q_indices"] = _listed(blocks.transpose(1, 2))
-    return BlockMask(seq_lengths=lengths, **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen_at)
+    (count, order), (whole_count, whole_order) = _listed(partly), _listed(wholly)
+    (of_keys, rows), (whole_of_keys, whole_rows) = (_listed(blocks.transpose(1, 2)) for blocks in (partly, wholly))
+    return BlockMask(
+        seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen_at, kv_num_blocks=count, kv_indices=order,
+        full_kv_num_blocks=whole_count, full_kv_indices=whole_order, q_num_blocks=of_keys, q_indices=rows,
+        full_q_num_blocks=whole_of_keys, full_q_indices=whole_rows,
+    )  # fmt: skip
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,12 @@ from hf_posswap import Alibi, Kerple, PerLayer, T5Bias, patch_model, swap_plan, 
 from hf_posswap.errors import (
     AlreadyPatchedError,
     DataError,
+    NumericError,
     SchemeError,
     UnsupportedModelError,
     UnsupportedSwapError,
 )
+from hf_posswap.families.locating import locate
 from hf_posswap.schemes.common.bias import LinearBias
 from hf_posswap.search import check_fit, fit_bias
 from hf_posswap.testing.tiny import tiny_model
@@ -162,6 +165,8 @@ MODELS |= {
     ),
     "roformer": (RoFormerForMaskedLM, RoFormerConfig(**ROTATING)),
 }
+SKIPPING = "gpt2, whose last block also adds the first one's output"
+MODELS[SKIPPING] = (GPT2LMHeadModel, GPT2Config(**GPT2.to_dict() | {"n_layer": 4}))
 SCHEMES: dict[str, LinearBias] = {
     "alibi": Alibi(),
     "interpolated": Alibi(interpolation=2.0),
@@ -174,7 +179,13 @@ TEXTS = [np.random.default_rng(seed).integers(5, WORDS, size=size) for seed, siz
 def build(name: str) -> Any:
     torch.manual_seed(0)
     cls, config = MODELS[name]
-    return cls._from_config(config, attn_implementation="eager", dtype=torch.float64).eval()
+    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float64).eval()
+    if name == SKIPPING:
+        outputs: list[Tensor] = []
+        first, last = model.transformer.h[0], model.transformer.h[3]
+        first.register_forward_hook(lambda module, args, output: outputs.append(output))
+        last.register_forward_pre_hook(lambda module, args: (args[0] + outputs.pop(), *args[1:]))
+    return model
 
 
 def state(model: Any) -> dict[str, Tensor]:
@@ -221,7 +232,8 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
     swapped = patch_model(build(name), fitted)
     distances = np.arange(1 - LENGTH if name in ENCODERS else 0, LENGTH)
     features = scheme.features(torch.from_numpy(distances), geometry).numpy()
-    for layer in range(2):
+    layers = range(4 if name == SKIPPING else 2)
+    for layer in layers:
         own = fitted.of_layer(layer).mechanism(geometry)
         differences, paid = [], np.zeros((HEADS, len(distances)))
         for text in TEXTS:
@@ -245,7 +257,37 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
                 found = np.array(fitted.of_layer(layer).slopes)[head]
                 assert found == pytest.approx(max(0.0, expected[0]), rel=1e-5, abs=1e-9)
     if isinstance(scheme, Alibi):
-        assert any(slope > 0 for layer in range(2) for slope in fitted.of_layer(layer).slopes)
+        assert any(slope > 0 for layer in layers for slope in fitted.of_layer(layer).slopes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama, grouped heads", SKIPPING])
+def test_each_block_reads_a_text_once_with_positions_and_once_without(name: str) -> None:
+    model = build(name)
+    blocks = locate(model).main.attention
+    paths = [re.sub(r"(\.\d+)\..*", r"\1", path) for path in blocks]  # model.layers.1.self_attn
+    counts = dict.fromkeys(paths, 0)
+    for path in paths:
+        own = model.get_submodule(path)
+        mlp = next(module for child, module in own.named_children() if child in ("mlp", "intermediate"))
+
+        def count(module: Any, args: tuple[Tensor, ...], path: str = path) -> None:
+            counts[path] += args[0].shape[1] > 8  # not the few tokens that show whether blocks may be skipped
+
+        mlp.register_forward_pre_hook(count)
+        own.forward = own.forward  # as accelerate's hooks do
+    held = [model.get_submodule(path).forward for path in paths]
+    fit_bias(model, "alibi", TEXTS)
+    texts = sum(len(text) > 8 for text in TEXTS)
+    without = [3, 2, 1, 0] if name == SKIPPING else [1] * (len(paths) - 1) + [0]  # the last layer ends at its attention
+    assert list(counts.values()) == [(1 + times) * texts for times in without]
+    assert [vars(model.get_submodule(path))["forward"] for path in paths] == held
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    model = build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[0, 0] = torch.inf
+    refused(model, "^fit_bias: attention scores of layer 1 are not finite", NumericError)
 
 
 def test_layers_that_see_chunks_are_refused() -> None:
