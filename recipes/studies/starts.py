@@ -5,8 +5,9 @@
 
 The base is a folder with a model of learned positions, or a run of recipes/pretrain.py. Its table is replaced by a
 tiled table, by sinusoids at the table's scale, by sinusoids ridge-fitted to it with several penalties, and by biases,
-unfitted and fitted to its attention scores on separate texts. All read the same tokens: single windows of the original
-length, and 1, 2, 4 and 8 windows at once. Nothing is trained. The same command resumes an interrupted run.
+unfitted and fitted to its attention scores on separate texts: from one slope a head to any function of distance, the
+closest to the scores that a bias of distance can be. All read the same tokens: single windows of the original length,
+and 1, 2, 4 and 8 windows at once. Nothing is trained. The same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ from recipes.studies.measuring import (
     intervals_said,
 )
 from recipes.studies.running import versions, work_folder
+from recipes.studies.shapes import BentAlibi, registered
 
 NAME = "starts"
 FITTED_DOCUMENTS, FITTED_WINDOWS = 12, 4
 """Documents that a bias is fitted to, and windows of each."""
 PENALTIES = (0.1, 1.0, 10.0, 100.0, 300.0, 1000.0)
+ANY = "t5, a bucket a distance"
+"""A bias that is any function of distance, in windows of up to 256 tokens."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,21 @@ STARTS = (
         for scheme in ("alibi", "t5")
         for fit in (False, True)
     ),
+    *(
+        Start(f"{name}, fitted, table centred", scheme, options, centre=True, fit=True)
+        for name, scheme, options in (
+            ("kerple, a power", "kerple", {"variant": "power"}),
+            ("kerple, a logarithm", "kerple", {}),
+            ("alibi and 2 constants", BentAlibi.name, {"near": 2}),
+            ("alibi and 4 constants", BentAlibi.name, {"near": 4}),
+            ("alibi, two slopes", BentAlibi.name, {"corners": (32,)}),
+            ("alibi, four slopes", BentAlibi.name, {"corners": (4, 16, 64)}),
+            ("alibi, four slopes and 2 constants", BentAlibi.name, {"corners": (4, 16, 64), "near": 2}),
+            (ANY, "t5", {"num_buckets": 512, "max_distance": 257}),
+            ("fire", "fire", {}),
+            ("alibi + alibi", "sum", {"terms": ("alibi", "alibi")}),
+        )
+    ),
 )
 PLAIN = "sinusoidal, scaled, table centred"
 """What the fits are compared with beyond the window."""
@@ -100,7 +119,7 @@ def main(
     texts = Texts(corpus, window, tokenizer)
     other = [document.text for document in python_corpus().train] if fit is None else fit
     fitted_to = read_documents(other, tokenizer, length=FITTED_WINDOWS * window, limit=FITTED_DOCUMENTS)
-    with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
+    with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store, registered():
         base_means = document_means(model, texts, store)
         measured = [(start, *_measure(start, folder, texts, store, fitted_to)) for start in STARTS]
     result = {
@@ -133,11 +152,11 @@ def _measure(
     model = hf_posswap.load(folder).eval()
     if start.centre:
         hf_posswap.centre_table(model)
-    chosen: Any = start.scheme
-    if start.fit:
-        chosen = hf_posswap.fit_bias(model, chosen, fitted_to.tokens.reshape(-1, texts.window))
+    chosen: Any = {"name": start.scheme, **start.options}
     try:
-        hf_posswap.patch_model(model, chosen, max_length=texts.longest, **start.options)
+        if start.fit:
+            chosen = hf_posswap.fit_bias(model, chosen, fitted_to.tokens.reshape(-1, texts.window))
+        hf_posswap.patch_model(model, chosen, max_length=texts.longest)
     except SchemeError as error:
         return {}, str(error)
     return hf_posswap.swap_plan(model).scheme.to_dict(), document_means(model, texts, store)
@@ -187,6 +206,10 @@ def markdown(result: dict[str, Any]) -> str:
             "window, relative to the largest inside.",
             f"- Fitted: to attention scores on {fit['documents']} other documents ({fit['source']}), "
             f"{fit['tokens of a document']} tokens each.",
+            f"- {ANY}: any function of distance for each layer and head, of all biases of distance the closest to the "
+            "scores. What it loses needs positions that depend on the content, or training. Closest to the scores is "
+            "not least in loss: a smoother bias may lose less.",
+            "- Constants: at distance 0, 1 and so on. Slopes: they change at 32 tokens, or at 4, 16 and 64.",
             f"- 1x to 8x: number of windows read at once. Plain: {PLAIN}.",
             "- 8th window: the loss of its tokens after seven windows of context, less their loss alone; above 0, "
             "length harms.",
