@@ -345,6 +345,15 @@ def efficient_attention() -> OpOverloadPacket:
     return torch.ops.aten._scaled_dot_product_efficient_attention
 
 
+def is_exporting() -> bool | None:
+    """Return whether the graph that is being traced will run without this package; None: unknown, before torch 2.7.
+
+    Touches `torch.compiler._is_exporting_flag` (torch 2.7 to 2.15): in a graph of torch.compile `is_exporting()` is
+    True for ever before torch 2.13. Without it such graphs would hold all scores there.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", None)
+
+
 def uncaptured() -> dict[str, Any]:
     """Return what `torch.library.custom_op` takes for an operator that no CUDA graph may capture; empty: nothing.
 

@@ -138,10 +138,11 @@ def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, s
 def _near_and_far(
     query: Tensor, key: Tensor, value: Tensor, line: Tensor, near: BlockMask, far: BlockMask, scaling: float
 ) -> Tensor:
-    last = line.shape[1] - 1
+    # a number that differs between calls is a symbol in generated code, which torch 2.11 does not compile there
+    last = torch.full((), line.shape[1] - 1, dtype=torch.int32, device=line.device)
 
     def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return score + line[head, (row - column).clamp(0, last)]
+        return score + line[head, torch.minimum((row - column).clamp(min=0), last)]
 
     grouped = query.shape[1] != key.shape[1]
     nearby, sums = attend_with_sums(
@@ -151,7 +152,7 @@ def _near_and_far(
     distant, distant_sums = attend_with_sums(
         query, key, value, block_mask=far, scale=scaling, enable_gqa=grouped, kernel_options=_ONE_KERNEL
     )
-    weight = torch.sigmoid(distant_sums + line[:, last, None] - sums)[..., None]  # [B, H, Q, 1], 0 where none is far
+    weight = torch.sigmoid(distant_sums + line[:, -1:] - sums)[..., None]  # [B, H, Q, 1], 0 where none is far
     return (nearby.float() + weight * (distant.float() - nearby.float())).to(query.dtype)
 
 
@@ -192,16 +193,15 @@ def shown_blocks(mask: Tensor) -> BlockMask:
 
     `create_block_mask` would hold numbers of eight bytes for each pair of a query and a key.
     """
-    shown = mask[:, 0]  # [B or 1, Q, K]
-    batch, rows, columns = shown.shape
+    batch, _, rows, columns = mask.shape
 
     def seen_at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return shown[batch, row, column]
+        return mask[batch, 0, row, column]
 
     def seen_in_all(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return shown[0, row, column]
+        return mask[0, 0, row, column]
 
-    padded = functional.pad(shown, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    padded = functional.pad(mask[:, 0], (0, -columns % BLOCK, 0, -rows % BLOCK))
     count = padded.unflatten(2, (-1, BLOCK)).sum(-1, dtype=torch.int32)  # [B or 1, Q, K/128]
     count = count.unflatten(1, (-1, BLOCK)).sum(2, dtype=torch.int32)  # [B or 1, Q/128, K/128]
     whole = count == BLOCK**2  # a block that the text ends in is never whole

@@ -156,7 +156,7 @@ def _compile(name: str, source: str, direction: str) -> tuple[Any, list[Compiled
     from torch._inductor.runtime import triton_helpers
 
     unset: Any = getattr(triton_helpers, "skip_gpu_driver_setup", nullcontext)  # of torch 2.15
-    with unset():
+    with unset(), patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
         kernel = _load_triton_kernel_from_source(name, source)
         kernel.precompile(warm_cache_only=True)
     kernels = []
@@ -179,6 +179,8 @@ def _compile(name: str, source: str, direction: str) -> tuple[Any, list[Compiled
 def _emulated_cuda(card: Card) -> Iterator[None]:
     """Make `torch.cuda` report `card` within the block."""
     from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses import fake_tensor
+    from torch.utils import _triton
 
     state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Any] = {
@@ -197,6 +199,9 @@ def _emulated_cuda(card: Card) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, answer))
             if hasattr(CudaInterface, name):  # it copied torch's functions
                 stack.enter_context(patch.object(CudaInterface, name, staticmethod(answer)))
+        _triton.has_triton.cache_clear()  # asked before there was a card
+        if hasattr(fake_tensor, "init_gpu_context"):  # it would begin CUDA
+            stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         yield
 
 

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model, set_backend
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.geometry import Geometry
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled
 from hf_posswap.kernels.merge import attend_regions
 from hf_posswap.rope_math import Frequencies, cos_sin, default_inv_freq, rotate
 from recipes.bench.decode import step_after
@@ -148,9 +148,14 @@ def _flex(name: str, device: str, length: int) -> Iterator[Case]:
     q, k, v = (_noise(device, 1, 16, length, 64) for _ in range(3))
     attend: Any = torch.compile(flex_attention)
     mask: BlockMask = create_block_mask(_causal, 1, None, length, length, device=device)
-    bias = _bias(name, device, length)
+    mechanism = _mechanism(name, device)
+    bias, settled = _bias(mechanism, device, length), mechanism.settles_at if device == "cuda" else None
+    if settled is not None:
+        line = mechanism.distance_bias(torch.arange(settled + 1, device=device)).detach()
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if settled is not None:
+            return attend_settled(q, k, v, line, scaling=q.shape[-1] ** -0.5)
         return attend_read(q, k, v, bias, scaling=q.shape[-1] ** -0.5, causal=True)
 
     def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,12 +178,15 @@ def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
-def _bias(name: str, device: str, length: int) -> Any:
+def _mechanism(name: str, device: str) -> Any:
     geometry = Geometry(1024, 16, 16, 64, 12, 2048, causal=True)
     scheme: Any = Alibi() if name == "ALiBi" else T5Bias(init_std=1.0)
-    mechanism: Any = scheme.resolve(geometry, None).mechanism(geometry).to(device)
+    return scheme.resolve(geometry, None).mechanism(geometry).to(device)
+
+
+def _bias(mechanism: Any, device: str, length: int) -> Any:
     at = torch.arange(length, device=device)[None]
-    if name == "ALiBi":
+    if mechanism.slopes is not None:
         return Penalty(mechanism.slopes.to(device), at, at)
     line = mechanism.distance_bias(torch.arange(1 - length, length, device=device)).detach()
     return ByDistance(line, length - 1, at, at)

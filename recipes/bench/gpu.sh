@@ -18,7 +18,10 @@ PY
 for part in "${@:-tests bench dry quickstart}"; do
     for name in $part; do
         case $name in
-            tests) command=(pytest -q -p no:cacheprovider -o addopts="" -m gpu tests/gpu tests/kernels tests/compat) ;;
+            tests) command=(
+                pytest -v -p no:cacheprovider -p tests.gpu.told -o addopts="" -m gpu -n "${PROCESSES:-4}" --durations 10
+                tests/gpu tests/kernels tests/compat
+            ) ;;
             bench) command=(recipes.bench.run gpu --out "$OUT/bench") ;;
             dry) command=(recipes.bench.dry_beside --out "$OUT/bench") ;;
             quickstart) command=(hf_posswap quickstart --out "$OUT/quickstart" --device cuda) ;;

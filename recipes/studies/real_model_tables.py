@@ -168,11 +168,11 @@ def _document_means(units: Units) -> dict[tuple[str, str, int, str], float]:
 def tokens_to_keep(
     budgets: Mapping[int, Mapping[str, float]], share: float, *, draws: int = 2000
 ) -> list[float] | None:
-    """Return the tokens after which `share` of the base would be kept, and the ends of its 95 % interval.
+    """Return the tokens after which `share` of the base is kept, and the ends of its 95 % interval.
 
-    The loss above the base's goes on falling as between the two largest budgets, by the same power of the tokens. The
-    interval is that of the documents, drawn again and again; whether the power stays is not in it. Infinite: the loss
-    does not fall.
+    Between two budgets, and after the largest, the loss above the base's falls with one power of the tokens; if it is
+    low enough after the smallest budget, that is the answer. The interval is that of the documents, drawn again and
+    again; whether the power stays is not in it. Infinite: the loss does not fall, or takes more than `FARTHEST`.
 
     Args:
         budgets: of each number of tokens, the loss above the base's in nats a token, by document.
@@ -186,27 +186,37 @@ def tokens_to_keep(
         >>> falling = {1000: dict.fromkeys(range(8), 0.4), 4000: dict.fromkeys(range(8), 0.2)}  # a half by four times
         >>> [round(tokens) for tokens in tokens_to_keep(falling, math.exp(-0.1))]
         [16000, 16000, 16000]
+        >>> [round(tokens) for tokens in tokens_to_keep(falling, math.exp(-0.5))]  # after the first already
+        [1000, 1000, 1000]
     """
-    *_, few, many = [0, 0, *sorted(tokens for tokens in budgets if tokens)]
-    documents = sorted(set(budgets.get(few, {})) & set(budgets.get(many, {})))
-    if not few or len(documents) < LEAST_DOCUMENTS:
+    trained = sorted(tokens for tokens in budgets if tokens)
+    documents = sorted(set.intersection(*(set(budgets[tokens]) for tokens in trained))) if trained else []
+    if len(trained) < 2 or len(documents) < LEAST_DOCUMENTS:
         return None
-    losses = np.array([[budgets[tokens][document] for document in documents] for tokens in (few, many)])  # [2, N]
+    losses = np.array([[budgets[tokens][document] for document in documents] for tokens in trained])  # [T, N]
     chosen = np.random.default_rng(0).integers(len(documents), size=(draws, len(documents)))
-    drawn = losses[:, chosen].mean(axis=2)  # [2, draws]
-    estimates = [_extrapolated(before, after, few, many, -math.log(share)) for before, after in drawn.T.tolist()]
+    drawn = losses[:, chosen].mean(axis=2)  # [T, draws]
+    estimates = [_tokens_at(trained, each, -math.log(share)) for each in drawn.T.tolist()]
     least, most = np.quantile(estimates, (0.025, 0.975), method="inverted_cdf")
-    before, after = losses.mean(axis=1).tolist()
-    return [_extrapolated(before, after, few, many, -math.log(share)), float(least), float(most)]
+    return [_tokens_at(trained, losses.mean(axis=1).tolist(), -math.log(share)), float(least), float(most)]
 
 
-def _extrapolated(before: float, after: float, few: int, many: int, wanted: float) -> float:
-    """Return the tokens after which a loss, `before` after `few` and `after` after `many`, is as `wanted`."""
-    if after <= wanted:
+FARTHEST = 1e12
+"""Tokens beyond which an extrapolation says nothing."""
+
+
+def _tokens_at(trained: Sequence[int], losses: Sequence[float], wanted: float) -> float:
+    """Return the tokens after which a loss, `losses` after `trained`, is as `wanted`."""
+    reached = next((number for number, loss in enumerate(losses) if loss <= wanted), len(losses) - 1)
+    if reached == 0:
+        return float(trained[0])
+    few, many, before, after = trained[reached - 1], trained[reached], losses[reached - 1], losses[reached]
+    if after <= 0:  # below the base: no power leads there
         return float(many)
     if after >= before:
         return math.inf
-    return many * (many / few) ** (math.log(after / wanted) / math.log(before / after))
+    growth = math.log(after / wanted) / math.log(before / after) * math.log(many / few)
+    return many * math.exp(growth) if growth <= math.log(FARTHEST / many) else math.inf
 
 
 def _within(result: Mapping[str, Any], units: Units) -> list[str]:
@@ -249,15 +259,16 @@ def _far(above: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]) -> 
     for (name, dtype), budgets in above.items():
         estimate = tokens_to_keep(budgets, KEPT)
         if estimate is not None:
-            cells = [f"{tokens / 1e6:,.1f} M" if math.isfinite(tokens) else "never" for tokens in estimate]
-            rows.append(_row([name, dtype, f"{max(budgets):,}", cells[0], f"{cells[1]} to {cells[2]}"]))
+            cells = [f"{tokens / 1e6:,.1f} M" if math.isfinite(tokens) else "not in sight" for tokens in estimate]
+            interval = cells[1] if cells[1] == cells[2] else f"{cells[1]} to {cells[2]}"
+            rows.append(_row([name, dtype, f"{max(budgets):,}", cells[0], interval]))
     if not rows:
         return []
     return [
         "",
-        f"Tokens after which {KEPT:.0%} would be kept, were the loss above the base to go on falling with the power of "
-        "the tokens that it had between the two largest budgets. The interval is of the documents alone: whether that "
-        "power stays is not in it.",
+        f"Tokens after which {KEPT:.0%} is kept: the smallest budget, if it was enough; else the loss above the base "
+        "falls with one power of the tokens between budgets, and beyond the largest. The interval is of the documents "
+        "alone: whether that power stays is not in it. Not in sight: it takes more than a million million tokens.",
         "",
         *_head(["mechanism", "dtype", "trained on", f"{KEPT:.0%} after", "95 % interval"]),
         *rows,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.torch_dispatch import uncaptured, with_autograd
+from hf_posswap.compat.torch_dispatch import is_exporting, uncaptured, with_autograd
 from hf_posswap.compat.torch_tensors import transforms_active
 from hf_posswap.compat.transformers_attention import (
     IMPLEMENTATION,
@@ -304,7 +304,7 @@ def _is_held(request: Request) -> bool:
     So it is where another backend than the formula applies: on a CPU at any length, on a GPU where one gains. For
     shorter texts a GPU has a graph of its own with the formula, which the compiler fuses with what is around it.
     """
-    if not torch.compiler.is_dynamo_compiling() or _exports() or request.mechanism.backend == "plain":
+    if not torch.compiler.is_dynamo_compiling() or is_exporting() is not False or request.mechanism.backend == "plain":
         return False
     device = request.query.device.type
     if len(backends.backends_of(request.mechanism)) < 2 or request.alters or device not in ("cpu", "cuda"):
@@ -316,12 +316,6 @@ def _is_held(request: Request) -> bool:
     if request.mechanism.splits and torch.is_autocast_enabled(device):  # rotated tensors are narrowed only then
         return False
     return request.mask is None or not request.mask.requires_grad
-
-
-def _exports() -> bool:
-    """Return whether the graph will run without this package; unknown before torch 2.7."""
-    is_exporting = getattr(torch.compiler, "is_exporting", None)
-    return is_exporting is None or is_exporting()
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor", **UNCAPTURED)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_dispatch import is_exporting
 from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.patching.sites.attention.forward_memo import identity_of
 from hf_posswap.rope_math import CosSin, rotate
@@ -263,8 +264,7 @@ def _is_dear(tensor: Tensor) -> bool:
 
 def _is_free(length: int) -> bool:
     """Return whether torch.export traces a graph whose `length` may be any; in its strict mode none tells."""
-    is_exporting = getattr(torch.compiler, "is_exporting", bool)  # bool(): False, before torch 2.7
-    return not isinstance(length, int) or (torch.compiler.is_dynamo_compiling() and is_exporting())
+    return not isinstance(length, int) or (torch.compiler.is_dynamo_compiling() and is_exporting() is True)
 
 
 def _range(belongs: Tensor) -> tuple[int, int]:
