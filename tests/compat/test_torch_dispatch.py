@@ -319,3 +319,37 @@ def test_attend_with_sums() -> None:
     scores = query @ keys.mT * 0.3
     torch.testing.assert_close(out, scores.softmax(-1) @ values)
     torch.testing.assert_close(sums, scores.logsumexp(-1))
+
+
+def test_is_exporting() -> None:
+    """In a graph of torch.compile it says no, which `torch.compiler.is_exporting` did not before torch 2.13."""
+    seen = []
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            exporting = torch_dispatch.is_exporting()
+            return x + 1 if exporting is None else x + 2 if exporting else x + 3
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(str(graph.code))
+        return graph.forward
+
+    if not hasattr(torch.compiler, "is_exporting"):
+        assert torch_dispatch.is_exporting() is None
+        return
+    x = torch.zeros(2)
+    assert torch.equal(torch.compile(Asking(), backend=backend, fullgraph=True)(x), x + 3)
+    assert len(seen) == 1
+    for strict in (True, False):
+        assert torch.equal(torch.export.export(Asking(), (x,), strict=strict).module()(x), x + 2)
+    assert torch_dispatch.is_exporting() is False
+
+
+def test_uncaptured() -> None:
+    options = torch_dispatch.uncaptured()
+    operator = torch.library.custom_op("tests_posswap::read", lambda x: x + float(x[0]), mutates_args=(),
+                                       schema="(Tensor x) -> Tensor", **options)  # fmt: skip
+    operator.register_fake(torch.empty_like)
+    overload = torch.ops.tests_posswap.read.default
+    assert [tag in overload.tags for tag in options.get("tags", ())] == [True] * bool(options)
+    assert torch.equal(operator(torch.ones(2)), torch.full((2,), 2.0))

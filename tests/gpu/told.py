@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
         reasons = [line[4:] for line in report.longreprtext.splitlines() if line.startswith("E   ")]
-        print(f"\nFAILED {report.nodeid}: {' | '.join(reasons)[:600]}", flush=True)
+        sys.stdout.write(f"\nFAILED {report.nodeid}: {' | '.join(reasons)[:600]}\n")
+        sys.stdout.flush()
