@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_posswap.errors import SchemeError
+from hf_posswap.errors import NumericError, SchemeError
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patched
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -23,13 +23,13 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.profiles import (
     NEGLIGIBLE,
+    LayerReader,
     ProfileWatch,
     check_base,
     check_rows,
     distance_weights,
     distances_of,
     inverse_of_distances,
-    read_watched,
     watch_base,
 )
 from hf_posswap.search.rotation import check_rotation
@@ -70,8 +70,9 @@ def fit_bias(
     the mean.
 
     Args:
-        model: an unswapped model of one stack; it is not changed. It reads every text once as it is, and once per
-            layer, up to that layer, without its positions.
+        model: an unswapped model of one stack; it is not changed. It reads every text once as it is, and once without
+            its positions: all texts up to the first layer, which is fitted, then on to the next. A model whose layers
+            also take keys or states of earlier ones reads every text again up to each layer.
         scheme: "alibi" or "t5", with or without the options interpolation, num_buckets, max_distance.
         tokens: rows of token ids, one text per row, without padding, each within the original length. A few rows of
             1,024 tokens are enough; the time grows with the square and the cube of the longest.
@@ -87,6 +88,7 @@ def fit_bias(
             that are changed before the softmax (soft-capping, sinks), or attention that cannot be patched.
         UnsupportedModelError: no family describes it, or its weights are on meta.
         DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
+        NumericError: attention scores of the model are not finite.
         AlreadyPatchedError: it carries a swap.
         ModelInUseError: a forward of the model is running, or another thread changes it.
         OptionError: `progress` is not True, False or None.
@@ -117,13 +119,19 @@ def fit_bias(
     base = watch_base(unwrapped, geometry, rows)
     with counted(reporter, "fit_bias: layers", len(base)) as count, patched(unwrapped, Alibi()):
         acting: dict[int, Mechanism] = {}  # the fitted biases
+        reader = LayerReader(unwrapped, Mechanism(), geometry, rows)
         for layer, own in base.items():
             watch = ProfileWatch(geometry, longest, ends_forward=True)
-            read_watched(unwrapped, Mechanism(), acting | {layer: watch}, geometry, rows)
+            reader.read(layer, watch, acting)
             seen = own.sees(distances)  # [N]
             if own.reach not in inverses:
                 inverses[own.reach] = inverse_of_distances(distances[seen], rows)
             target_bias = (own.profile - watch.profile)[:, seen] @ inverses[own.reach]  # [H, visible distances]
+            if not bool(target_bias.isfinite().all()):
+                raise NumericError(
+                    f"{_OWNER}: attention scores of layer {layer} are not finite, so no bias is nearest to them. Check "
+                    "the model's weights, or load it with dtype=torch.float32."
+                )
             attention = own.attention[:, seen]
             weights = [_solved(features[:, seen], *pair) for pair in zip(target_bias, attention, strict=True)]
             fitted = resolved.with_weights(torch.stack(weights), geometry)

@@ -7,8 +7,10 @@ a fit to them requires of the model and the texts, and the weight of each distan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +43,12 @@ NEGLIGIBLE = 1e-10
 """Eigenvalues of normal equations below this share of the largest are treated as 0: a constant for all keys."""
 _EVEN = 0.05
 """Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
+_QUERIES = 128
+"""Queries of which all scores are computed at once."""
+_SAMPLED = 8
+"""Tokens of a text that show whether a model can resume after a block."""
+_Output = Tensor | tuple[object, ...]
+"""What a block of layers returns."""
 
 
 def check_base(
@@ -158,6 +166,7 @@ def read_watched(
     inside: dict[int, Mechanism],
     geometry: Geometry,
     rows: Sequence[np.ndarray],
+    resumed: Sequence[_ResumedText] | None = None,
 ) -> None:
     """Run the swapped `model` on each of `rows` from its start, with other mechanisms inside its attention.
 
@@ -167,6 +176,7 @@ def read_watched(
         inside: mechanisms by layer; a `LayerWatch` only observes.
         geometry: the model's geometry.
         rows: token ids, one text each.
+        resumed: for each of `rows`, the blocks that are not run again; None: all blocks run.
 
     Raises:
         UnsupportedSwapError: watched layers run more than once in a forward, or not at all.
@@ -177,10 +187,10 @@ def read_watched(
     with evaluating(model), torch.no_grad():
         try:
             model.set_submodule(path, acting)
-            for row in rows:
+            for row, text in zip(rows, resumed or [_ResumedText(()) for _ in rows], strict=True):
                 ids = torch.from_numpy(row.astype(np.int64))[None].to(model.device)
                 plain = {"use_cache": False} if geometry.causal else {}
-                with suppress(_ForwardEnded):
+                with suppress(_ForwardEnded), text.skipping():
                     model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), **plain)
         finally:
             model.set_submodule(path, original)
@@ -188,47 +198,181 @@ def read_watched(
         raise UnsupportedSwapError(shared_layers(type(model).__name__))
 
 
-def centred_sums(scores: Tensor, distances: Tensor) -> Tensor:
-    """Return the sums by distance of `scores` minus their mean over the keys of each query.
+class LayerReader:
+    """Reads texts with a swapped model up to one layer after another, and runs each block of layers once per text.
+
+    A read ends at the attention of its layer, so the layer may then be changed: its new weights or mechanism act when
+    the next read resumes there. Between two reads, the output of the last block is held for each text, [L, E].
+
+    Blocks are skipped only if the queries and keys of all layers stay the same on a few tokens when all outputs but
+    that one are NaN. Otherwise (blocks that also take keys or states of earlier ones) each read starts at the first.
 
     Args:
-        scores: scores of one head, [..., L, L], float64.
-        distances: consecutive distances, [N]; pairs at other distances are ignored.
+        model: as in `read_watched`.
+        others: likewise.
+        geometry: of the model.
+        rows: token ids, one text each.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, others: Mechanism, geometry: Geometry, rows: Sequence[np.ndarray]
+    ) -> None:
+        self.model, self.others, self.geometry, self.rows = model, others, geometry, rows
+        self._blocks = _blocks_of(model)
+        self._resumed = [_ResumedText(self._blocks) for _ in rows] if self._can_resume() else None
+
+    def read(self, layer: int, watch: LayerWatch, acting: Mapping[int, Mechanism], count: int | None = None) -> None:
+        """Run the model on the first `count` texts, or all, up to attention layer `layer`.
+
+        Args:
+            layer: not before that of the last call.
+            watch: observes the layer; it ends the forward.
+            acting: mechanisms of layers before it, as in `read_watched`.
+            count: of the texts that are read; None: all.
+        """
+        resumed = None if self._resumed is None else self._resumed[:count]
+        read_watched(self.model, self.others, {**acting, layer: watch}, self.geometry, self.rows[:count], resumed)
+
+    def _can_resume(self) -> bool:
+        samples, causal = [self.rows[0][:_SAMPLED], self.rows[-1][-_SAMPLED:]], self.geometry.causal
+        edits = applied_swap(self.model).plan.edits
+        whole = {edit.layer: StateWatch(causal=causal) for edit in edits if isinstance(edit, PatchAttention)}
+        inside: dict[int, Mechanism] = {layer: _ActingWatch([self.others, watch]) for layer, watch in whole.items()}
+        read_watched(self.model, self.others, inside, self.geometry, samples)
+        resumed = [_ResumedText(self._blocks) for _ in samples]
+        try:
+            for layer in sorted(whole):
+                watch = StateWatch(causal=causal, ends_forward=True)
+                acting: dict[int, Mechanism] = {layer: _ActingWatch([self.others, watch])}
+                read_watched(self.model, self.others, acting, self.geometry, samples, resumed)
+                pairs = zip(whole[layer].states, watch.states, strict=True)
+                if not all(torch.equal(*states) for pair in pairs for states in zip(*pair, strict=True)):
+                    return False
+        except Exception:  # the code of any model: it may miss anything that a skipped block did not do
+            return False
+        return True
+
+
+def _blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of the lists, such as `model.layers`, that contain the patched attention, in their order."""
+    lists: dict[str, nn.ModuleList] = {}
+    for edit in applied_swap(model).plan.edits:
+        names = edit.path.split(".") if isinstance(edit, PatchAttention) else []
+        for path in (".".join(names[:count]) for count in range(1, len(names))):
+            module = model.get_submodule(path)
+            if isinstance(module, nn.ModuleList):
+                lists[path] = module
+                break
+    return [block for blocks in lists.values() for block in blocks]
+
+
+@dataclass(eq=False)
+class _ResumedText:
+    """Which blocks a model has run on one text, and the output of the last of them.
+
+    Attributes:
+        blocks: of the model, in the order of their runs.
+        done: how many have run.
+        output: of the last of these: hidden states [1, L, E], alone or before others.
+    """
+
+    blocks: Sequence[nn.Module]
+    done: int = 0
+    output: _Output = ()
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Inside the block, forwards skip what has run: its last output is returned again, and NaN for those before."""
+        originals = [vars(block).get("forward") for block in self.blocks]
+        for index, block in enumerate(self.blocks):
+            vars(block)["forward"] = partial(self._run, index, block.forward)
+        try:
+            yield
+        finally:
+            for block, original in zip(self.blocks, originals, strict=True):
+                del vars(block)["forward"]
+                if original is not None:
+                    vars(block)["forward"] = original
+
+    def _run(self, index: int, original: Callable[..., _Output], *args: object, **kwargs: object) -> _Output:
+        if index >= self.done:
+            output = original(*args, **kwargs)
+            self.done, self.output = index + 1, _map_hidden(output, Tensor.clone)
+            return output
+        is_last = index == self.done - 1
+        return _map_hidden(self.output, Tensor.clone if is_last else _nan_like)  # a copy: a model may write into it
+
+
+def _map_hidden(output: _Output, function: Callable[[Tensor], Tensor]) -> _Output:
+    """Return a block's `output` with `function` of its hidden states, and NaN in the place of its other tensors."""
+    if isinstance(output, Tensor):
+        return function(output)
+    hidden, *others = output
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"a block must return hidden states first, got a {type(hidden).__name__}.")
+    return function(hidden), *(_nan_like(other) if isinstance(other, Tensor) else other for other in others)
+
+
+def _nan_like(tensor: Tensor) -> Tensor:
+    """Return NaN in the shape of `tensor`, which takes no memory."""
+    dtype = tensor.dtype if tensor.is_floating_point() else torch.float32
+    return torch.full((), torch.nan, dtype=dtype, device=tensor.device).expand_as(tensor)
+
+
+def centred_sums(query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
+    """Return the sums by distance of the scores q k minus their mean over the keys of each query.
+
+    The sum over i of q_i k_(i - d) is a correlation, which an FFT computes for all d without the scores, [L, L].
+
+    Args:
+        query: of one head or several, [..., L, D], float64.
+        key: [..., L, D], float64.
+        distances: consecutive distances, 0 among them, [N]; pairs at other distances are ignored.
 
     Returns:
-        [..., N].
+        [..., N]; 0 at distances that the text does not have.
 
     Example:
-        >>> centred_sums(torch.tensor([[5.0, 9.0], [1.0, 3.0]]), torch.arange(2)).tolist()
-        [1.0, -1.0]
+        >>> key = torch.eye(2, dtype=torch.float64)
+        >>> scores = torch.tensor([[5.0, 9.0], [1.0, 3.0]], dtype=torch.float64)  # query times that key
+        >>> centred_sums(scores, key, torch.arange(3)).round(decimals=9).tolist()
+        [1.0, -1.0, 0.0]
     """
-    seen = pairs_at(scores.shape[-1], distances, scores.device)
-    means = (scores * seen).sum(dim=-1, keepdim=True) / seen.sum(dim=-1, keepdim=True)
-    return sums_at(distances, (scores - means) * seen)
+    length, apart = query.shape[-2], distances.to(query.device)
+    positions = torch.arange(length, device=query.device)
+    first, last = (positions - apart[-1]).clamp(min=0), (positions - apart[0]).clamp(max=length - 1)  # keys of a query
+    keys_before = functional.pad(key.cumsum(dim=-2), (0, 0, 1, 0))  # [..., L + 1, D]
+    sums = (query * (keys_before[..., last + 1, :] - keys_before[..., first, :])).sum(dim=-1)
+    means_before = functional.pad((sums / (last + 1 - first)).cumsum(dim=-1), (1, 0))  # [..., L + 1]
+    begin, end = apart.clamp(0, length), (apart + length).clamp(0, length)  # queries with a key at each distance
+    query_waves, key_waves = (torch.fft.rfft(x, n=2 * length, dim=-2) for x in (query, key))
+    correlation = torch.fft.irfft((query_waves * key_waves.conj()).sum(dim=-1), n=2 * length)  # of d modulo 2 L
+    centred = correlation[..., apart % (2 * length)] - (means_before[..., end] - means_before[..., begin])
+    return centred.where(begin < end, 0.0)
 
 
-def pairs_at(length: int, distances: Tensor, device: torch.device) -> Tensor:
-    """Return which query-key pairs are at one of the consecutive `distances` [N], bool [L, L]."""
-    positions = torch.arange(length, device=device)
-    apart = positions[:, None] - positions
-    return (apart >= int(distances[0])) & (apart <= int(distances[-1]))
+def sums_at(distances: Tensor, values: Tensor, first: int = 0) -> Tensor:
+    """Return the sums of `values` [..., Q, K], query by key, at each of the consecutive `distances`, [..., N].
 
+    Distances that no pair has sum to 0.
 
-def sums_at(distances: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of `values` [..., L, L], query by key, at each of the consecutive `distances`, [..., N].
-
-    Distances that the text does not have sum to 0.
+    Args:
+        distances: query minus key.
+        values: of the pairs.
+        first: distance of the first query from the first key.
 
     Example:
         >>> sums_at(torch.arange(-1, 3), torch.tensor([[1.0, 2.0], [4.0, 8.0]])).tolist()
         [2.0, 9.0, 4.0, 0.0]
     """
-    length, first, last = values.shape[-1], int(distances[0]), int(distances[-1])
+    queries, keys = values.shape[-2:]
     # with the keys reversed, and each row longer by one than those it is read as, distances lie in columns
-    padded = functional.pad(values.flip(-1), (0, length)).flatten(-2)
-    sums = padded[..., : length * (2 * length - 1)].unflatten(-1, (length, -1)).sum(dim=-2)  # of 1 - L to L - 1
-    begin, end = max(first, 1 - length), min(last, length - 1)
-    return functional.pad(sums[..., begin + length - 1 : end + length], (begin - first, last - end))
+    padded = functional.pad(values.flip(-1), (0, queries)).flatten(-2)
+    columns = queries + keys - 1
+    sums = padded[..., : queries * columns].unflatten(-1, (queries, columns)).sum(dim=-2)
+    before = first - (keys - 1) - int(distances[0])  # distances before the first column, if positive
+    after = int(distances[-1]) - (first + queries - 1)
+    return functional.pad(sums, (before, after))
 
 
 class _ByLayer(Mechanism):
@@ -288,8 +432,21 @@ class LayerWatch(Mechanism):
         return (distances >= self.reach[0]) & (distances <= self.reach[1])
 
 
-class _RotatedWatch(SumMechanism):
-    """A rotation, and a `LayerWatch` that observes the rotated queries and keys."""
+class StateWatch(LayerWatch):
+    """Records the queries [H, L, D] and the keys [G, L, D] of each text, float64 on the CPU."""
+
+    def __init__(self, *, causal: bool, ends_forward: bool = False) -> None:
+        super().__init__(causal=causal, ends_forward=ends_forward)
+        self.states: list[tuple[Tensor, Tensor]] = []
+        self.scaling = 1.0
+
+    def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        self.states.append((query.double().cpu(), key.double().cpu()))
+        self.scaling = scaling
+
+
+class _ActingWatch(SumMechanism):
+    """A mechanism, and a `LayerWatch` that observes the queries and keys after its rotation."""
 
     watches = True
 
@@ -353,13 +510,13 @@ class ProfileWatch(LayerWatch):
                 "in each layer."
             )
         share = len(query) // len(key)
-        for head in range(len(query)):  # one at a time, because all pairs are materialized
-            scores = (query[head].double() @ key[head // share].double().T) * scaling
-            self.look_at_scores(head, scores, self.sees(self.distances))
+        for head in range(len(query)):  # one at a time, so that memory does not grow with them
+            own = query[head].double() * scaling
+            self.look_at_head(head, own, key[head // share].double(), self.sees(self.distances))
 
-    def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
-        """Record the scores of one head, [L, L], at the distances of `near`, bool [N]."""
-        self.profile[head, near] += centred_sums(scores, self.distances[near]).cpu()
+    def look_at_head(self, head: int, query: Tensor, key: Tensor, near: Tensor) -> None:
+        """Record one head, whose scores are `query` times `key`, each [L, D], at the distances of `near`, bool [N]."""
+        self.profile[head, near] += centred_sums(query, key, self.distances[near]).cpu()
 
 
 class BaseWatch(ProfileWatch):
@@ -369,11 +526,20 @@ class BaseWatch(ProfileWatch):
         super().__init__(geometry, longest)
         self.attention = torch.zeros_like(self.profile)
 
-    def look_at_scores(self, head: int, scores: Tensor, near: Tensor) -> None:
-        super().look_at_scores(head, scores, near)
-        seen = pairs_at(len(scores), self.distances[near], scores.device)
-        paid = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        self.attention[head, near] += sums_at(self.distances[near], paid).cpu()
+    def look_at_head(self, head: int, query: Tensor, key: Tensor, near: Tensor) -> None:
+        super().look_at_head(head, query, key, near)
+        distances, length = self.distances[near], len(query)
+        nearest, farthest = int(distances[0]), int(distances[-1])
+        attention = torch.zeros(len(distances), dtype=query.dtype, device=query.device)
+        for begin in range(0, length, _QUERIES):  # all pairs would not fit into a processor's cache
+            end = min(begin + _QUERIES, length)
+            low, high = max(0, begin - farthest), min(length, end - nearest)  # the keys that some of them see
+            positions = torch.arange(low, high, device=query.device)
+            apart = positions[begin - low : end - low, None] - positions
+            hidden = (apart < nearest) | (apart > farthest)
+            paid = (query[begin:end] @ key[low:high].T).masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+            attention += sums_at(distances, paid, begin - low)
+        self.attention[head, near] += attention.cpu()
 
 
 def watch_base(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray]) -> dict[int, BaseWatch]:
@@ -390,7 +556,7 @@ def watch_base(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndar
         rotation = next((term for term in terms if isinstance(term, RotaryScheme)), None)
         inside: dict[int, Mechanism] = dict(watches)
         if rotation is not None:  # attention that rotates without a rotary module: the swap has taken the rotation over
-            inside = {n: _RotatedWatch([rotation.mechanism(geometry), watch]) for n, watch in watches.items()}
+            inside = {n: _ActingWatch([rotation.mechanism(geometry), watch]) for n, watch in watches.items()}
         read_watched(base, Mechanism(), inside, geometry, rows)
     return watches
 

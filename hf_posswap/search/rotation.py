@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,13 @@ from hf_posswap.search.fitness import TokenRows
 from hf_posswap.search.heads import Projection, balanced_bases, find_projections
 from hf_posswap.search.profiles import (
     BaseWatch,
-    LayerWatch,
+    LayerReader,
+    StateWatch,
     centred_sums,
     check_base,
     check_rows,
     distance_weights,
     inverse_of_distances,
-    read_watched,
     watch_base,
 )
 from hf_posswap.utils.progress import counted, reporter_for
@@ -122,7 +121,8 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
             fixed angles, `patch_model(model, "rope", partial=0.5)`, and not trained since. `centre_table(model)` before
             the swap keeps the mean of the table.
         tokens: rows of token ids, one text per row, without padding, each within the original length; a few thousand
-            tokens are enough. The model reads all of them once per layer.
+            tokens are enough. The model reads all of them once with its table, and once layer by layer as these are
+            fitted; a model whose layers also take keys or states of earlier ones, again up to each layer.
         progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS
             or `disable_progress_bar` of transformers turns bars off.
 
@@ -160,18 +160,21 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
     del base
     longest, reach = max(map(len, rows)), applied_swap(target).plan.max_length
     waves = [_Waves.of(scheme, geometry, watch, longest, reach) for watch in table]
-    inverses = {
-        watch.reach: inverse_of_distances(layer_waves.near, rows)
-        for watch, layer_waves in zip(table, waves, strict=True)
-    }
+    nears = {watch.reach: layer_waves.near for watch, layer_waves in zip(table, waves, strict=True)}
+    inverses = {span: inverse_of_distances(near, rows) for span, near in nears.items()}  # layers of one reach share one
+    path = next(edit.path for edit in applied_swap(target).plan.edits if isinstance(edit, AddMechanism))
+    mechanism: Any = target.get_submodule(path)
+    reader = LayerReader(target, mechanism, geometry, rows)
     before = [[projection.read() for projection in pair] for pair in pairs]
     layer_fits = []
     try:
         with counted(reporter, "fit_rotation: layers", len(pairs)) as count:
             for layer, pair in enumerate(pairs):
-                seen = _states(target, geometry, rows, layer)
+                seen, proof = (StateWatch(causal=geometry.causal, ends_forward=True) for _ in range(2))
+                reader.read(layer, seen, {})
                 bases = _change_bases(pair, seen)
-                _prove_bases(seen.states[0], bases, _states(target, geometry, rows[:1], layer).states[0])
+                reader.read(layer, proof, {}, count=1)
+                _prove_bases(seen.states[0], bases, proof.states[0])
                 inverse = inverses[table[layer].reach]
                 layer_fits.append(_fit_layer(seen, bases, pair, table[layer], inverse, waves[layer]))
                 count(None)
@@ -239,28 +242,6 @@ def _check_angles(scheme: Scheme, named: str) -> RotaryScheme:
     return scheme
 
 
-class _StateWatch(LayerWatch):
-    """Records the queries [H, L, D] and the keys [H, L, D] of each text, float64 on the CPU."""
-
-    def __init__(self, *, causal: bool) -> None:
-        super().__init__(causal=causal)
-        self.states: list[tuple[Tensor, Tensor]] = []
-        self.scaling = 1.0
-
-    def look(self, query: Tensor, key: Tensor, scaling: float) -> None:
-        self.states.append((query.double().cpu(), key.double().cpu()))
-        self.scaling = scaling
-
-
-def _states(model: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray], layer: int) -> _StateWatch:
-    """Return the unrotated queries and keys of layer `layer` for each text; the layers before it rotate."""
-    watch = _StateWatch(causal=geometry.causal)
-    path = next(edit.path for edit in applied_swap(model).plan.edits if isinstance(edit, AddMechanism))
-    mechanism: Any = model.get_submodule(path)
-    read_watched(model, mechanism, {layer: watch}, geometry, rows)
-    return watch
-
-
 @dataclass(frozen=True)
 class _Waves:
     """The functions of distance that a rotation can add to scores, cos(theta d) and sin(theta d), and a constant.
@@ -319,7 +300,7 @@ class _Waves:
         return solved[:-1].unflatten(0, (2, pairs)), explained
 
 
-def _change_bases(pair: tuple[Projection, Projection], seen: _StateWatch) -> tuple[Tensor, Tensor]:
+def _change_bases(pair: tuple[Projection, Projection], seen: StateWatch) -> tuple[Tensor, Tensor]:
     """Write the projections of a layer in balanced coordinates, and return their bases."""
     bases = balanced_bases(*(torch.cat(states, dim=1) for states in zip(*seen.states, strict=True)))
     for projection, basis in zip(pair, bases, strict=True):
@@ -329,7 +310,7 @@ def _change_bases(pair: tuple[Projection, Projection], seen: _StateWatch) -> tup
 
 
 def _fit_layer(
-    seen: _StateWatch,
+    seen: StateWatch,
     bases: tuple[Tensor, Tensor],
     pair: tuple[Projection, Projection],
     table: BaseWatch,
@@ -351,7 +332,7 @@ def _fit_layer(
     for query, key in ([x @ basis.mT for x, basis in zip(state, bases, strict=True)] for state in seen.states):
         squares.append(query.square().mean(dim=1) * key.var(dim=1, correction=0))  # [H, D]
         query[..., turning], key[..., turning] = 0.0, 0.0
-        profile += centred_sums(query @ key.mT * seen.scaling, waves.near)
+        profile += centred_sums(query * seen.scaling, key, waves.near)
     share = torch.stack(squares).mean(dim=0)
     dropped = share[:, turning].sum(dim=1) / share.sum(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     near = table.sees(table.distances)

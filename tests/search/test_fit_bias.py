@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,16 @@ from hf_posswap import Alibi, PerLayer, T5Bias, patch_model, swap_plan, unpatch_
 from hf_posswap.errors import (
     AlreadyPatchedError,
     DataError,
+    NumericError,
     SchemeError,
     UnsupportedModelError,
     UnsupportedSwapError,
 )
+from hf_posswap.families.locating import locate
+from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.common.bias import LinearBias
 from hf_posswap.search import check_fit, fit_bias
+from hf_posswap.search.profiles import BaseWatch
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.others import ALL
 
@@ -162,6 +167,8 @@ MODELS |= {
     ),
     "roformer": (RoFormerForMaskedLM, RoFormerConfig(**ROTATING)),
 }
+SKIPPING = "gpt2, whose last block also adds the first one's output"
+MODELS[SKIPPING] = (GPT2LMHeadModel, GPT2Config(**GPT2.to_dict() | {"n_layer": 4}))
 SCHEMES: dict[str, LinearBias] = {
     "alibi": Alibi(),
     "interpolated": Alibi(interpolation=2.0),
@@ -174,7 +181,13 @@ TEXTS = [np.random.default_rng(seed).integers(5, WORDS, size=size) for seed, siz
 def build(name: str) -> Any:
     torch.manual_seed(0)
     cls, config = MODELS[name]
-    return cls._from_config(config, attn_implementation="eager", dtype=torch.float64).eval()
+    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float64).eval()
+    if name == SKIPPING:
+        outputs: list[Tensor] = []
+        first, last = model.transformer.h[0], model.transformer.h[3]
+        first.register_forward_hook(lambda module, args, output: outputs.append(output))
+        last.register_forward_pre_hook(lambda module, args: (args[0] + outputs.pop(), *args[1:]))
+    return model
 
 
 def state(model: Any) -> dict[str, Tensor]:
@@ -221,7 +234,8 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
     swapped = patch_model(build(name), fitted)
     distances = np.arange(1 - LENGTH if name in ENCODERS else 0, LENGTH)
     features = scheme.features(torch.from_numpy(distances), geometry).numpy()
-    for layer in range(2):
+    layers = range(4 if name == SKIPPING else 2)
+    for layer in layers:
         own = fitted.of_layer(layer).mechanism(geometry)
         differences, paid = [], np.zeros((HEADS, len(distances)))
         for text in TEXTS:
@@ -245,7 +259,58 @@ def test_it_is_the_nearest_where_attention_goes_layer_by_layer(name: str, scheme
                 found = np.array(fitted.of_layer(layer).slopes)[head]
                 assert found == pytest.approx(max(0.0, expected[0]), rel=1e-5, abs=1e-9)
     if isinstance(scheme, Alibi):
-        assert any(slope > 0 for layer in range(2) for slope in fitted.of_layer(layer).slopes)
+        assert any(slope > 0 for layer in layers for slope in fitted.of_layer(layer).slopes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama, grouped heads", SKIPPING])
+def test_each_block_reads_a_text_once_with_positions_and_once_without(name: str) -> None:
+    model = build(name)
+    blocks = locate(model).main.attention
+    paths = [re.sub(r"(\.\d+)\..*", r"\1", path) for path in blocks]  # model.layers.1.self_attn
+    counts = dict.fromkeys(paths, 0)
+    for path in paths:
+        own = model.get_submodule(path)
+        mlp = next(module for child, module in own.named_children() if child in ("mlp", "intermediate"))
+
+        def count(module: Any, args: tuple[Tensor, ...], path: str = path) -> None:
+            counts[path] += args[0].shape[1] > 8  # not the few tokens that show whether blocks may be skipped
+
+        mlp.register_forward_pre_hook(count)
+        own.forward = own.forward  # as accelerate's hooks do
+    held = [model.get_submodule(path).forward for path in paths]
+    fit_bias(model, "alibi", TEXTS)
+    texts = sum(len(text) > 8 for text in TEXTS)
+    without = [3, 2, 1, 0] if name == SKIPPING else [1] * (len(paths) - 1) + [0]  # the last layer ends at its attention
+    assert list(counts.values()) == [(1 + times) * texts for times in without]
+    assert [vars(model.get_submodule(path))["forward"] for path in paths] == held
+
+
+@pytest.mark.parametrize("reach", [(0, 299), (0, 20), (-299, 299), (-150, 7)])
+def test_long_texts_are_summed_over_all_their_pairs(reach: tuple[int, int]) -> None:
+    """Attention and centred scores by distance, in a text of several blocks of queries, pair by pair."""
+    length, heads, random = 300, 2, np.random.default_rng(0)
+    geometry = Geometry(8, heads, 1, 4, 1, 512, causal=reach[0] == 0)
+    watch = BaseWatch(geometry, length + 5)
+    watch.reach = reach
+    query, key = random.normal(size=(heads, length, 4)), random.normal(size=(1, length, 4))
+    watch.look(torch.from_numpy(query), torch.from_numpy(key), 0.5)
+    scores = 0.5 * query @ key[0].T
+    apart = np.arange(length)[:, None] - np.arange(length)
+    seen = (apart >= reach[0]) & (apart <= reach[1])
+    paid = np.where(seen, np.exp(scores), 0.0)
+    paid /= paid.sum(axis=-1, keepdims=True)
+    centred = scores - np.where(seen, scores, 0.0).sum(axis=-1, keepdims=True) / seen.sum(axis=-1, keepdims=True)
+    for index, distance in enumerate(watch.distances.tolist()):
+        pairs = seen & (apart == distance)
+        np.testing.assert_allclose(watch.attention[:, index], paid[:, pairs].sum(axis=1), atol=1e-12)
+        np.testing.assert_allclose(watch.profile[:, index], centred[:, pairs].sum(axis=1), atol=1e-10)
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    model = build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[0, 0] = torch.inf
+    refused(model, "^fit_bias: attention scores of layer 1 are not finite", NumericError)
 
 
 def test_layers_that_see_chunks_are_refused() -> None:

@@ -122,6 +122,18 @@ def test_a_table_that_does_what_a_rotation_can_is_replaced_by_one() -> None:
     verify_swap(model)
 
 
+def test_each_block_reads_a_text_once_with_the_table_and_once_while_layers_are_fitted() -> None:
+    model, rows, count = random_model("gpt2"), 6, [0, 0]
+    for layer, block in enumerate(model.transformer.h):
+
+        def note(module: Any, args: tuple[Tensor, ...], layer: int = layer) -> None:
+            count[layer] += args[0].shape[1] == LENGTH
+
+        block.mlp.register_forward_pre_hook(note)
+    fit_rotation(swapped(model), texts(rows))
+    assert count == [2 * rows, rows], "a read of the last layer ends at its attention"
+
+
 def test_without_a_table_to_speak_of_content_is_matched_as_it_was() -> None:
     base, model = exact_model(positions=0.0), swapped(exact_model(positions=0.0))
     fit_rotation(model, texts())
