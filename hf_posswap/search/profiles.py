@@ -42,6 +42,8 @@ WITH_SCORES = native() + Alibi()
 """A swap that keeps the model's own positions, a table or a rotation, and gives access to the scores."""
 _EVEN = 0.05
 """Share of the distances' weights that is uniform; the rest is proportional to the attention paid to each."""
+_QUERIES = 128
+"""Queries of which all scores are computed at once."""
 _SAMPLED = 8
 """Tokens of a text that show whether a model can resume after a block."""
 _Output = Tensor | tuple[object, ...]
@@ -348,28 +350,28 @@ def centred_sums(query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
     return centred.where(begin < end, 0.0)
 
 
-def pairs_at(length: int, distances: Tensor, device: torch.device) -> Tensor:
-    """Return which query-key pairs are at one of the consecutive `distances` [N], bool [L, L]."""
-    positions = torch.arange(length, device=device)
-    apart = positions[:, None] - positions
-    return (apart >= int(distances[0])) & (apart <= int(distances[-1]))
+def sums_at(distances: Tensor, values: Tensor, first: int = 0) -> Tensor:
+    """Return the sums of `values` [..., Q, K], query by key, at each of the consecutive `distances`, [..., N].
 
+    Distances that no pair has sum to 0.
 
-def sums_at(distances: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of `values` [..., L, L], query by key, at each of the consecutive `distances`, [..., N].
-
-    Distances that the text does not have sum to 0.
+    Args:
+        distances: query minus key.
+        values: of the pairs.
+        first: distance of the first query from the first key.
 
     Example:
         >>> sums_at(torch.arange(-1, 3), torch.tensor([[1.0, 2.0], [4.0, 8.0]])).tolist()
         [2.0, 9.0, 4.0, 0.0]
     """
-    length, first, last = values.shape[-1], int(distances[0]), int(distances[-1])
+    queries, keys = values.shape[-2:]
     # with the keys reversed, and each row longer by one than those it is read as, distances lie in columns
-    padded = functional.pad(values.flip(-1), (0, length)).flatten(-2)
-    sums = padded[..., : length * (2 * length - 1)].unflatten(-1, (length, -1)).sum(dim=-2)  # of 1 - L to L - 1
-    begin, end = max(first, 1 - length), min(last, length - 1)
-    return functional.pad(sums[..., begin + length - 1 : end + length], (begin - first, last - end))
+    padded = functional.pad(values.flip(-1), (0, queries)).flatten(-2)
+    columns = queries + keys - 1
+    sums = padded[..., : queries * columns].unflatten(-1, (queries, columns)).sum(dim=-2)
+    before = first - (keys - 1) - int(distances[0])  # distances before the first column, if positive
+    after = int(distances[-1]) - (first + queries - 1)
+    return functional.pad(sums, (before, after))
 
 
 class _ByLayer(Mechanism):
@@ -507,7 +509,7 @@ class ProfileWatch(LayerWatch):
                 "in each layer."
             )
         share = len(query) // len(key)
-        for head in range(len(query)):  # one at a time: subclasses make all pairs of it
+        for head in range(len(query)):  # one at a time, so that memory does not grow with them
             own = query[head].double() * scaling
             self.look_at_head(head, own, key[head // share].double(), self.sees(self.distances))
 
@@ -525,9 +527,18 @@ class BaseWatch(ProfileWatch):
 
     def look_at_head(self, head: int, query: Tensor, key: Tensor, near: Tensor) -> None:
         super().look_at_head(head, query, key, near)
-        seen = pairs_at(len(query), self.distances[near], query.device)
-        paid = (query @ key.T).masked_fill_(~seen, -torch.inf).softmax(dim=-1)
-        self.attention[head, near] += sums_at(self.distances[near], paid).cpu()
+        distances, length = self.distances[near], len(query)
+        nearest, farthest = int(distances[0]), int(distances[-1])
+        attention = torch.zeros(len(distances), dtype=query.dtype, device=query.device)
+        for begin in range(0, length, _QUERIES):  # all pairs would not fit into a processor's cache
+            end = min(begin + _QUERIES, length)
+            low, high = max(0, begin - farthest), min(length, end - nearest)  # the keys that some of them see
+            positions = torch.arange(low, high, device=query.device)
+            apart = positions[begin - low : end - low, None] - positions
+            hidden = (apart < nearest) | (apart > farthest)
+            paid = (query[begin:end] @ key[low:high].T).masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+            attention += sums_at(distances, paid, begin - low)
+        self.attention[head, near] += attention.cpu()
 
 
 def watch_base(base: PreTrainedModel, geometry: Geometry, rows: Sequence[np.ndarray]) -> dict[int, BaseWatch]:

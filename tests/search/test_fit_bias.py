@@ -55,8 +55,10 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.families.locating import locate
+from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.common.bias import LinearBias
 from hf_posswap.search import check_fit, fit_bias
+from hf_posswap.search.profiles import BaseWatch
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.others import ALL
 
@@ -281,6 +283,27 @@ def test_each_block_reads_a_text_once_with_positions_and_once_without(name: str)
     without = [3, 2, 1, 0] if name == SKIPPING else [1] * (len(paths) - 1) + [0]  # the last layer ends at its attention
     assert list(counts.values()) == [(1 + times) * texts for times in without]
     assert [vars(model.get_submodule(path))["forward"] for path in paths] == held
+
+
+@pytest.mark.parametrize("reach", [(0, 299), (0, 20), (-299, 299), (-150, 7)])
+def test_long_texts_are_summed_over_all_their_pairs(reach: tuple[int, int]) -> None:
+    """Attention and centred scores by distance, in a text of several blocks of queries, pair by pair."""
+    length, heads, random = 300, 2, np.random.default_rng(0)
+    geometry = Geometry(8, heads, 1, 4, 1, 512, causal=reach[0] == 0)
+    watch = BaseWatch(geometry, length + 5)
+    watch.reach = reach
+    query, key = random.normal(size=(heads, length, 4)), random.normal(size=(1, length, 4))
+    watch.look(torch.from_numpy(query), torch.from_numpy(key), 0.5)
+    scores = 0.5 * query @ key[0].T
+    apart = np.arange(length)[:, None] - np.arange(length)
+    seen = (apart >= reach[0]) & (apart <= reach[1])
+    paid = np.where(seen, np.exp(scores), 0.0)
+    paid /= paid.sum(axis=-1, keepdims=True)
+    centred = scores - np.where(seen, scores, 0.0).sum(axis=-1, keepdims=True) / seen.sum(axis=-1, keepdims=True)
+    for index, distance in enumerate(watch.distances.tolist()):
+        pairs = seen & (apart == distance)
+        np.testing.assert_allclose(watch.attention[:, index], paid[:, pairs].sum(axis=1), atol=1e-12)
+        np.testing.assert_allclose(watch.profile[:, index], centred[:, pairs].sum(axis=1), atol=1e-10)
 
 
 def test_scores_that_are_not_finite_are_refused() -> None:

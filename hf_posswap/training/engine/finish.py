@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+_HeldOut = Callable[[bool], tuple[object, TokenData]]
+"""Returns the tokenizer and the data with held-out documents, for a causal model or another; each once."""
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 """Files that hold a record: its key, and the key of the swap."""
 _NONE = (None, "", "")
@@ -97,7 +100,7 @@ def leave_record(
     return record
 
 
-def held_out_loss(recipe: Recipe, run: Run, model: PreTrainedModel) -> dict[str, float | None]:
+def held_out_loss(recipe: Recipe, run: Run, model: PreTrainedModel, held_out: _HeldOut) -> dict[str, float | None]:
     """Return the loss at each length of the recipe; None for a length beyond the model's.
 
     Without lengths in the recipe, one is chosen (`own_length`), but encoders and sharded models are not measured.
@@ -106,12 +109,13 @@ def held_out_loss(recipe: Recipe, run: Run, model: PreTrainedModel) -> dict[str,
         recipe: as a whole.
         run: the run to finish.
         model: the finished model, reloaded.
+        held_out: reads the documents.
     """
     is_default = not recipe.evaluation.lengths
     if is_default and (not recipe.objective.predicts_next_token or run.services.evaluate is None or run.launch.shards):
         return {}
     assert run.services.evaluate is not None
-    _, data = _held_out(recipe, causal=True)
+    _, data = held_out(True)
     lengths = lengths_of(recipe, data.held_out, whole=data.held_out_counted is not None)
     if not lengths:
         return {}
@@ -120,7 +124,14 @@ def held_out_loss(recipe: Recipe, run: Run, model: PreTrainedModel) -> dict[str,
     return {str(length): loss_by_length.get(length) for length in lengths}
 
 
-def kept_of_base(recipe: Recipe, run: Run, model: PreTrainedModel, tokens: int) -> dict[str, Any] | None:
+def kept_of_base(
+    recipe: Recipe,
+    run: Run,
+    model: PreTrainedModel,
+    tokens: int,
+    held_out: _HeldOut,
+    nll: Mapping[str, float | None],
+) -> dict[str, Any] | None:
     """Return how much of the base a distilled model keeps in the base's window; None: that is not measured.
 
     "kept" is exp(the base's loss less the model's), the base's perplexity divided by the model's: the share of the
@@ -131,10 +142,12 @@ def kept_of_base(recipe: Recipe, run: Run, model: PreTrainedModel, tokens: int) 
         run: the run to finish.
         model: the finished model, reloaded.
         tokens: that it was trained on.
+        held_out: reads the documents.
+        nll: of the model, from `held_out_loss`; it is not measured again at the one length that is the same.
     """
     if recipe.objective.kind != "distill" or run.services.evaluate is None or run.launch.shards:
         return None
-    _, data = _held_out(recipe, causal=True)
+    _, data = held_out(True)
     documents, counted, base = data.held_out, data.held_out_counted, load_model(recipe)
     window = locate(unwrap(base)).geometry.original_length
     inside = dataclasses.replace(
@@ -142,9 +155,12 @@ def kept_of_base(recipe: Recipe, run: Run, model: PreTrainedModel, tokens: int) 
         data=dataclasses.replace(recipe.data, length=min(window, recipe.data.length), cut=(1,)),
         evaluation=dataclasses.replace(recipe.evaluation, lengths=()),
     )
-    losses_by_model = []
-    for each in (base, model):
-        losses_by_model.append(measure_of(inside, run.services, _on_device(each, recipe), documents, counted)())
+    losses_by_model = [measure_of(inside, run.services, _on_device(base, recipe), documents, counted)()]
+    measured, needed = (lengths_of(each, documents, whole=counted is not None) for each in (recipe, inside))
+    if measured == needed:
+        losses_by_model.append({int(length): loss for length, loss in nll.items() if loss is not None})
+    else:
+        losses_by_model.append(measure_of(inside, run.services, _on_device(model, recipe), documents, counted)())
     if not losses_by_model[0] or losses_by_model[0].keys() != losses_by_model[1].keys():
         return None
     ((length, before),), ((_, after),) = (losses.items() for losses in losses_by_model)
@@ -156,7 +172,9 @@ def kept_of_base(recipe: Recipe, run: Run, model: PreTrainedModel, tokens: int) 
     return {"length": length, "documents": min(read, recipe.evaluation.documents), "tokens": tokens} | loss
 
 
-def held_out_vectors(recipe: Recipe, run: Run, model: PreTrainedModel, *, reach: int | None) -> list[dict[str, object]]:
+def held_out_vectors(
+    recipe: Recipe, run: Run, model: PreTrainedModel, held_out: _HeldOut, *, reach: int | None
+) -> list[dict[str, object]]:
     """Return the similarity of an encoder's vectors to those of its base, a row per length.
 
     Causal and sharded models are not measured.
@@ -165,11 +183,12 @@ def held_out_vectors(recipe: Recipe, run: Run, model: PreTrainedModel, *, reach:
         recipe: as a whole.
         run: the run to finish.
         model: the finished model, reloaded.
+        held_out: reads the documents.
         reach: tokens that it is meant for; None: those of its base.
     """
     if recipe.objective.predicts_next_token or run.services.near is None or run.launch.shards:
         return []
-    tokenizer, data = _held_out(recipe, causal=False)
+    tokenizer, data = held_out(False)
     documents = data.held_out
     base = load_model(recipe)
     window = locate(unwrap(base)).geometry.original_length
@@ -183,7 +202,7 @@ def held_out_vectors(recipe: Recipe, run: Run, model: PreTrainedModel, *, reach:
     return run.services.near(*placed, tokenizer, long[: recipe.evaluation.documents], lengths)
 
 
-def _held_out(recipe: Recipe, *, causal: bool) -> tuple[object, TokenData]:
+def _held_out(recipe: Recipe, causal: bool) -> tuple[object, TokenData]:
     """Return the tokenizer, and data with the held-out documents, uncut."""
     tokenizer = load_recipe_tokenizer(recipe)
     plain = dataclasses.replace(recipe.data, packing="none", separator=None, cut=(1,))
@@ -224,7 +243,8 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
     model = load(saved, dtype="auto", trust_remote_code=recipe.model.trust_remote_code)
     swapped = getattr(unwrap(model), "_posswap", None) is not None
     plan = results[-1].plan
-    nll = held_out_loss(recipe, run, model)
+    held_out: _HeldOut = functools.cache(functools.partial(_held_out, recipe))
+    nll = held_out_loss(recipe, run, model, held_out)
     seconds, tokens = (sum(getattr(result, name) for result in results) for name in ("train_runtime", "tokens"))
     local = expand_home(recipe.model.name).exists()
     report = {
@@ -237,8 +257,8 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         "verified": verify_swap(model).checks if swapped else {},
         "nll": nll,
-        "kept": kept_of_base(recipe, run, model, tokens),
-        "vectors": held_out_vectors(recipe, run, model, reach=None if plan is None else plan["max_length"]),
+        "kept": kept_of_base(recipe, run, model, tokens, held_out, nll),
+        "vectors": held_out_vectors(recipe, run, model, held_out, reach=None if plan is None else plan["max_length"]),
         "training": leave_record(recipe, results, nll, saved, base=str(without_folder(recipe.model.name))).to_dict(),
         "card": {"base": None if local else recipe.model.name, "recipe": public_recipe(recipe)},
     }

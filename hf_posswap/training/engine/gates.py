@@ -6,8 +6,9 @@ The first loss, or the vectors of texts, are compared with those of the unswappe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -184,12 +185,15 @@ def predicted_limit(plan: SwapPlan | None, first: FirstLoss, above: float | None
     return first.before + _TRAINING_LIMIT
 
 
-def check_first_loss(loss: float, plain: float, first: FirstLoss, plan: SwapPlan | None, above: float | None) -> str:
+def check_first_loss(
+    loss: float, plain: Callable[[], float], first: FirstLoss, plan: SwapPlan | None, above: float | None
+) -> str:
     """Return a sentence on the first loss if it is as predicted.
 
     Args:
         loss: of the swapped model on the batch.
-        plain: of the swapped model on the tokens that the unswapped one read, at positions 0, 1, 2, ...
+        plain: measures that of the swapped model on the tokens that the unswapped one read, at positions 0, 1, 2, ...;
+            called only to find the cause of a higher loss.
         first: of the unswapped model.
         plan: of the swap; None: there is none.
         above: as in `predicted_limit`.
@@ -202,7 +206,7 @@ def check_first_loss(loss: float, plain: float, first: FirstLoss, plan: SwapPlan
     if math.isfinite(loss) and loss <= limit:
         return message + f" (at most {limit:.2f} was predicted)"
     raise TrainingError(
-        f"{message}: the plan predicts at most {limit:.2f}. Likely cause: {_cause(plain, limit, first, plan)} "
+        f"{message}: the plan predicts at most {limit:.2f}. Likely cause: {_cause(plain(), limit, first, plan)} "
         "gates.start_above sets the limit; gates.start=false skips the check."
     )
 
@@ -306,7 +310,7 @@ class _Loss:
 
     def check(self, model: PreTrainedModel, plan: SwapPlan | None, above: float | None) -> str:
         loss = probe(model, self.batch, causal=self.causal)
-        plain = probe(model, self.batch, causal=self.causal, plain=self.window)
+        plain = partial(probe, model, self.batch, causal=self.causal, plain=self.window)
         return check_first_loss(loss, plain, self.before, plan, above)
 
 

@@ -277,10 +277,26 @@ def test_a_stage_ends_once_short_text_has_recovered(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("relations", [0.0, 1.0])
-def test_the_unswapped_model_teaches(tmp_path: Path, relations: float) -> None:
+@pytest.mark.parametrize(
+    ("relations", "lengths", "measured"),
+    [
+        (0.0, [32], [(32,)] * 2),  # once each: the swapped model, the base
+        (1.0, [16], [(16,), (32,), (32,)]),
+    ],
+)
+def test_the_unswapped_model_teaches(
+    tmp_path: Path, relations: float, lengths: list[int], measured: list[tuple[int, ...]]
+) -> None:
+    calls = []
+
+    def evaluate(model: Any, documents: Any, lengths: Any, *args: Any, **kwargs: Any) -> dict[int, float]:
+        calls.append(tuple(lengths))
+        return nll_at_lengths(model, documents, lengths, *args, **kwargs)
+
     settings = ("objective.kind=distill", "objective.distill.weight=1.0", f"objective.distill.relations={relations}")
-    done = trained(tmp_path, *settings, "training.max_steps=30", services=Services(evaluate=nll_at_lengths))
+    settings += ("training.max_steps=30", f"evaluation.lengths={lengths}")
+    done = trained(tmp_path, *settings, services=Services(evaluate=evaluate))
+    assert calls == measured
     phase = done.report["phases"][0]
     assert phase["last_loss"] < 0.7 * phase["first_loss"]
     kept, model = done.report["kept"], hf_posswap.load(done.folder / "model")

@@ -91,8 +91,8 @@ def test_a_start_far_above_the_plan_is_refused_with_its_cause(
 ) -> None:
     made = plan("llama", "yarn", factor=4) if swap else None
     with pytest.raises(TrainingError, match=cause):
-        check_first_loss(loss, plain, first, made, None)
-    assert check_first_loss(first.before, plain, first, made, None).startswith("first loss")
+        check_first_loss(loss, lambda: plain, first, made, None)
+    assert check_first_loss(first.before, pytest.fail, first, made, None).startswith("first loss")
 
 
 @pytest.mark.slow
