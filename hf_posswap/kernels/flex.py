@@ -194,12 +194,13 @@ def shown_blocks(mask: Tensor) -> BlockMask:
     `create_block_mask` would hold numbers of eight bytes for each pair of a query and a key.
     """
     batch, _, rows, columns = mask.shape
+    shown = mask[0, 0] if batch == 1 else mask[:, 0]
 
     def seen_at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return mask[batch, 0, row, column]
+        return shown[batch, row, column]
 
     def seen_in_all(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return mask[0, 0, row, column]
+        return shown[row, column]
 
     padded = functional.pad(mask[:, 0], (0, -columns % BLOCK, 0, -rows % BLOCK))
     count = padded.unflatten(2, (-1, BLOCK)).sum(-1, dtype=torch.int32)  # [B or 1, Q, K/128]

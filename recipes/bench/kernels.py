@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled, shown_blocks
 from hf_posswap.utils.atomic_io import write_text
 from hf_posswap.utils.format import said_by
 from recipes.bench.card_here import CARDS, KIB, CompiledKernel, lowering
@@ -50,7 +50,7 @@ class Call:
 
     Attributes:
         bias: "alibi"; "t5" for a learned bias by distance; "settled" for one that stays the same from 128 tokens on;
-            "none" for the baseline.
+            "none" for the baseline; the first two also "masked", with a mask that is given.
         dtype: of queries, keys and values.
         width: dimensions of a head.
     """
@@ -80,11 +80,14 @@ class Call:
             line = torch.empty(8, 129, requires_grad=True)
             output = attend_settled(query, key, value, line, scaling=scaling)
         else:
-            output = attend_read(query, key, value, biases[self.bias], scaling=scaling, causal=True)
+            name, _, masked = self.bias.partition(" ")
+            shown = shown_blocks(torch.empty(2, 1, length, length, dtype=torch.bool)) if masked else None
+            output = attend_read(query, key, value, biases[name], scaling=scaling, causal=True, shown=shown)
         output.sum().backward()
 
 
-DTYPES, WIDTHS, BIASES = ("bfloat16", "float32"), (64, 128, 256), ("none", "alibi", "t5", "settled")
+DTYPES, WIDTHS = ("bfloat16", "float32"), (64, 128, 256)
+BIASES = ("none", "alibi", "t5", "settled", "alibi masked", "t5 masked")
 CALLS = {call.name: call for call in (Call(b, d, w) for d in DTYPES for w in WIDTHS for b in BIASES)}
 USUAL = [name for name, call in CALLS.items() if call.dtype == "bfloat16" and call.width <= 128]
 """The default calls, which compile in 20 minutes."""
