@@ -313,6 +313,17 @@ def attend_with_sums(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
     return flex_attention.flex_attention(query, key, value, **options, return_lse=True)
 
 
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a function that torch.compile cannot make code for.
+
+    Touches `torch._dynamo.exc.TorchDynamoException` (torch 2.6 to 2.15). Without it a kernel that one release of torch
+    does not compile for one shape would end a training, and not only be slow.
+    """
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException,)
+
+
 def many_kinds() -> AbstractContextManager[object]:
     """Return a context in which torch.compile makes code for up to 256 kinds of calls of a function.
 

@@ -6,6 +6,7 @@ Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3; Raffel et al. 20
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_posswap.compat.torch_dispatch import attend_with_sums, many_kinds, works_correctly
+from hf_posswap.compat.torch_dispatch import attend_with_sums, compile_errors, many_kinds, works_correctly
+from hf_posswap.errors import BackendWarning
 from hf_posswap.utils.devices import device_type, is_standing_for
+from hf_posswap.utils.format import said_by
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -104,11 +107,48 @@ def attend_read(
     blocks = shown
     if shown is None and causal:
         blocks = _past_blocks(query.shape[2], key.shape[2], 0, None, query.device)
-    with many_kinds():
-        return _compiled(flex_attention, query.device.type)(
-            query, key, value, score_mod=modified, block_mask=blocks, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1], kernel_options=_ONE_KERNEL if shown is None else _FEW_LOADS,
-        )  # fmt: skip
+    return _run(
+        _name(shown is not None), flex_attention, query, key, value, score_mod=modified, block_mask=blocks,
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=_ONE_KERNEL if shown is None else _FEW_LOADS,
+    )  # fmt: skip
+
+
+_SETTLED = "flex_attention with a settled bias"
+
+
+def _name(masked: bool) -> str:
+    return f"flex_attention{' with a mask' if masked else ''}"
+
+
+class NotCompiledError(Exception):
+    """torch.compile made no code for a call; `fits_flex` and `fits_settled` say no from then on."""
+
+
+_refused: set[tuple[str, str]] = set()
+"""Kernels, by name, and devices."""
+
+
+def _run(kernel: str, function: Callable[..., Tensor], query: Tensor, *arguments: object, **options: object) -> Tensor:
+    """Return what the compiled `function` gives.
+
+    Raises:
+        NotCompiledError: it is not compiled for these arguments: other shapes were, when it was tried.
+    """
+    device = query.device.type
+    try:
+        with many_kinds():
+            return _compiled(function, device)(query, *arguments, **options)
+    except compile_errors() as problem:
+        _refused.add((kernel, device))
+        warnings.warn(
+            f"torch {torch.__version__} does not compile hf_posswap's {kernel} for queries {list(query.shape)} on "
+            f"{device} ({type(problem).__name__}: {said_by(problem)[:300]}). The plain paths are used instead: the "
+            "same results, slower and with more memory.",
+            BackendWarning,
+            stacklevel=2,
+        )
+        raise NotCompiledError(kernel) from problem
 
 
 def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, scaling: float) -> Tensor:
@@ -131,8 +171,7 @@ def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, s
     rows, settled = query.shape[2], -(-(line.shape[1] - 1) // BLOCK) * BLOCK
     near = _past_blocks(rows, rows, 0, settled, query.device)
     far = _past_blocks(rows, rows, settled, None, query.device)
-    with many_kinds():
-        return _compiled(_near_and_far, query.device.type)(query, key, value, line, near, far, scaling)
+    return _run(_SETTLED, _near_and_far, query, key, value, line, near, far, scaling)
 
 
 def _near_and_far(
@@ -240,12 +279,16 @@ def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None, *
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if query.shape[-1] < LEAST_WIDTH or query.dtype == torch.float64 or (device == "cpu" and differentiated):
         return False  # flex_attention has no gradient on a CPU
+    if (_name(masked), device) in _refused:
+        return False
     return is_standing_for() or flex_available(device, differentiated, masked)
 
 
 def fits_settled(query: Tensor, key: Tensor, value: Tensor, *, learned: bool) -> bool:
     """Return whether `attend_settled` supports these tensors, with a bias that is `learned` or not, and is correct."""
     if device_type(query) != "cuda" or query.shape[-1] != value.shape[-1] or query.shape[-1] < LEAST_WIDTH:
+        return False
+    if (_SETTLED, "cuda") in _refused:
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype == torch.float64:
         return False
@@ -265,7 +308,7 @@ def flex_available(device: str, differentiated: bool, masked: bool = False) -> b
         tried = lengths[:1] if device == "cpu" else lengths
         return [error for length in tried for error in _errors(device, length, differentiated, masked=masked)]
 
-    return works_correctly(f"flex_attention{' with a mask' if masked else ''}", device, errors)
+    return works_correctly(_name(masked), device, errors)
 
 
 @functools.cache
@@ -275,7 +318,7 @@ def settled_available(device: str, differentiated: bool) -> bool:
     def errors(device: str) -> list[float]:
         return [error for length in (300, 400) for error in _errors(device, length, differentiated, settled=40)]
 
-    return device == "cuda" and works_correctly("flex_attention with a settled bias", device, errors)
+    return device == "cuda" and works_correctly(_SETTLED, device, errors)
 
 
 def _errors(

@@ -353,3 +353,11 @@ def test_uncaptured() -> None:
     overload = torch.ops.tests_posswap.read.default
     assert [tag in overload.tags for tag in options.get("tags", ())] == [True] * bool(options)
     assert torch.equal(operator(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_compile_errors() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise AttributeError("no such symbol")
+
+    with pytest.raises(torch_dispatch.compile_errors(), match="no such symbol"):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))

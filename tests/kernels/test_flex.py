@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -211,6 +212,28 @@ def test_a_compiler_that_fails_means_the_plain_way(monkeypatch: pytest.MonkeyPat
     finally:
         flex.flex_available.cache_clear()
     assert len(told) == 1
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_a_shape_that_is_not_compiled_means_the_plain_way(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+    """The trial went well, and a later call finds an error in torch's compiler: nothing ends, and it is told once."""
+
+    def failing(*arguments: Any, **options: Any) -> Tensor:
+        raise TorchDynamoException("LoweringException: no such symbol")
+
+    monkeypatch.setattr(flex, "_compiled", lambda function, device: failing)
+    monkeypatch.setattr(flex, "flex_available", lambda *arguments: True)
+    monkeypatch.setattr(flex, "_refused", set())
+    model, ids = llama("t5").requires_grad_(False), torch.randint(3, 67, (2, 20))
+    expected = model(ids).logits
+    set_backend(model, "flex")
+    taken.clear()
+    with pytest.warns(
+        BackendWarning, match=r"does not compile .* queries \[2, 4, 20, 16\] on cpu .*no such symbol"
+    ) as told:
+        found = [model(ids).logits for _ in range(2)]
+    assert len(told) == 1
+    assert taken == ["flex", "plain", "plain"]
     assert all(torch.equal(one, expected) for one in found)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,15 @@ from hf_posswap.kernels import fused
 from hf_posswap.kernels.blockwise import attend_by_distance, attend_made, by_line, seen_distances
 from hf_posswap.kernels.calls import attend as attend_calls
 from hf_posswap.kernels.calls import numbered_anew
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled, fits_flex, fits_settled
+from hf_posswap.kernels.flex import (
+    ByDistance,
+    NotCompiledError,
+    Penalty,
+    attend_read,
+    attend_settled,
+    fits_flex,
+    fits_settled,
+)
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.merge import mergeable, region_calls
 from hf_posswap.kernels.piecewise_bias import PiecewiseBlocks, attend_piecewise, piecewise_blocks
@@ -483,10 +492,10 @@ def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor 
         request: the call.
         pieces: gives those of a mechanism that splits.
     """
-    name = choose(request)
-    if name == "plain":
-        return None
-    return WAYS[name](request, pieces).transpose(1, 2).contiguous()
+    while (name := choose(request)) != "plain":
+        with suppress(NotCompiledError):  # it is not chosen again
+            return WAYS[name](request, pieces).transpose(1, 2).contiguous()
+    return None
 
 
 def is_learned(mechanism: Mechanism) -> bool:
