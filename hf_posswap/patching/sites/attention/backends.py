@@ -433,11 +433,16 @@ def choose(request: Request) -> str:
     return next((name for name in names if _gains(name, request, wanted) and _applies(name, request)), "plain")
 
 
+ON_GPU = ("flex", "merge")
+"""The backends of a GPU, whose fused calls take no bias, and the formula."""
+
+
 def gains_on_gpu(request: Request) -> bool:
     """Return whether a text is long enough on a GPU for another way than the formula, if one applies."""
-    if request.mechanism.backend != "auto":
-        return True
-    return request.pairs >= (MIN_FLEX_QK_PAIRS if request.mechanism.biases else MIN_QK_PAIRS)
+    open_to, wanted = [name for name in backends_of(request.mechanism) if name in ON_GPU], request.mechanism.backend
+    if wanted != "auto" or not open_to:
+        return wanted in open_to
+    return request.pairs >= (MIN_FLEX_QK_PAIRS if open_to == ["flex"] else MIN_QK_PAIRS)
 
 
 def _gains(name: str, request: Request, wanted: str) -> bool:
@@ -459,8 +464,8 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
 
 def _applies(name: str, request: Request) -> bool:
     """Return whether `name` is exact for this mask and these positions."""
-    if device_type(request.query) != "cpu" and name not in ("flex", "merge", "plain"):
-        return False  # the fused calls of a GPU take no bias
+    if device_type(request.query) != "cpu" and name not in (*ON_GPU, "plain"):
+        return False
     if name in ("chunked", "plain"):
         return True
     if name == "flex":

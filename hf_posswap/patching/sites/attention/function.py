@@ -289,7 +289,7 @@ def register_attention() -> None:
 
 def attend_by_backend(call: AttentionCall, request: Request) -> Tensor | None:
     """Return attention [B, Q, H, Dv] of `request`; None: by the formula, which is elsewhere."""
-    if not _is_held(request):
+    if not _is_held(request, request.query.device.type):
         return backends.attend(request, call.pieces)
     span, mechanism = request.span, request.mechanism
     return _attend(
@@ -298,15 +298,14 @@ def attend_by_backend(call: AttentionCall, request: Request) -> Tensor | None:
     )  # fmt: skip
 
 
-def _is_held(request: Request) -> bool:
-    """Return whether a traced graph should contain `request` as the operator instead of the formula.
+def _is_held(request: Request, device: str) -> bool:
+    """Return whether a traced graph for a type of `device` should contain `request` as the operator, not the formula.
 
     So it is where another backend than the formula applies: on a CPU at any length, on a GPU where one gains. For
     shorter texts a GPU has a graph of its own with the formula, which the compiler fuses with what is around it.
     """
     if not torch.compiler.is_dynamo_compiling() or is_exporting() is not False or request.mechanism.backend == "plain":
         return False
-    device = request.query.device.type
     if len(backends.backends_of(request.mechanism)) < 2 or request.alters or device not in ("cpu", "cuda"):
         return False
     if device == "cuda" and not (UNCAPTURED and backends.gains_on_gpu(request)):

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import StaticCache
 
 from hf_posswap import set_backend
-from hf_posswap.patching.sites.attention import function
+from hf_posswap.patching.sites.attention import backends, function
 from hf_posswap.schemes.mechanism import Mechanism, numbered
 from tests.patching.sites.attention.encoders import swapped_bert
 from tests.patching.sites.attention.test_situations import (
@@ -170,6 +170,38 @@ def test_chunks_upon_a_static_cache_equal_the_whole(scheme: str, way: str, taken
             ).logits)  # fmt: skip
             assert set(taken) == ({way} if stop - start > 1 else set())
     assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < EXACT
+
+
+@pytest.mark.parametrize(
+    ("scheme", "length", "held"),
+    [("alibi", 2047, False), ("alibi", 2048, True), ("t5", 2048, True), ("self_extend", 511, False),
+     ("self_extend", 512, True), ("fire", 2048, None)],
+)  # fmt: skip
+def test_a_graph_for_a_gpu_holds_it_where_another_way_gains(
+    scheme: str, length: int, held: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shorter texts have a graph with the formula there, and so have those of a torch whose CUDA graphs take all in."""
+    model, seen = swapped(llama, scheme, {}), list[Any]()
+    real = function.attend_by_backend
+
+    def attend(call: Any, request: Any) -> Tensor | None:
+        seen.append(request)
+        return real(call, request)
+
+    monkeypatch.setattr(function, "attend_by_backend", attend)
+    with torch.no_grad():
+        model(torch.full((1, length), 5), use_cache=False)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    request = seen[0]
+    assert function._is_held(request, "cuda") == bool(held)
+    assert function._is_held(request, "cpu")
+    for way in ("plain", "flex", "merge", "chunked"):
+        if way in backends.backends_of(request.mechanism):
+            set_backend(model, way)
+            assert function._is_held(request, "cuda") == (held is not None and way in backends.ON_GPU)
+    set_backend(model, "auto")
+    monkeypatch.setattr(function, "UNCAPTURED", {})
+    assert not function._is_held(request, "cuda")
 
 
 @pytest.mark.slow
