@@ -170,6 +170,7 @@ MODELS[SKIPPING] = (GPT2LMHeadModel, GPT2Config(**GPT2.to_dict() | {"n_layer": 4
 SCHEMES: dict[str, LinearBias] = {
     "alibi": Alibi(),
     "interpolated": Alibi(interpolation=2.0),
+    "learned slopes": Alibi(learned=True),
     "t5": T5Bias(num_buckets=8, max_distance=12),
 }
 ENCODERS = ("bert", "roberta", "roformer")
@@ -464,7 +465,7 @@ def test_the_fit_leaves_the_model_alone_and_the_swap_comes_off_again(name: str, 
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", ["alibi", "t5", "kerple", "kerple:variant=power"])
+@pytest.mark.parametrize("name", ["alibi", "alibi:learned=true", "t5", "kerple", "kerple:variant=power"])
 def test_what_was_fitted_is_saved_and_never_fitted_again(name: str, tmp_path: Path) -> None:
     model = build("gpt2").float()
     patch_model(model, fit_bias(model, SCHEMES.get(name, name), TEXTS), max_length=64)
