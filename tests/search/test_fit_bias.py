@@ -484,6 +484,23 @@ def test_what_was_fitted_is_saved_and_never_fitted_again(name: str, tmp_path: Pa
         hf_posswap.to_native(loaded)
 
 
+def test_a_checkpoint_that_says_nothing_of_learned_slopes_has_constant_ones(tmp_path: Path) -> None:
+    """As those that were saved before slopes could be learned."""
+    model = build("gpt2").float()
+    patch_model(model, fit_bias(model, "alibi", TEXTS), max_length=64)
+    hf_posswap.save(model, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for layer in config["posswap"]["scheme"]["layers"].values():
+        assert layer.pop("learned") is False
+    path.write_text(json.dumps(config))
+    loaded = hf_posswap.load(tmp_path, attn_implementation="eager").eval()
+    assert swap_plan(loaded).scheme == swap_plan(model).scheme
+    ids = torch.randint(5, WORDS, (2, 64))
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
 def test_one_scheme_of_the_fit_serves_all_layers_if_asked() -> None:
     model = build("gpt2")
     fitted: Any = fit_bias(model, "alibi", TEXTS)
