@@ -54,6 +54,7 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/books.md": "results/books.md",
     f"{_RESULTS}/untrained.md": "results/untrained.md",
     f"{_RESULTS}/ablations-alibi-longer/adaptation.md": "results/ablations-alibi-longer.md",
+    f"{_RESULTS}/alibi-slopes/adaptation.md": "results/alibi-slopes.md",
     "recipes/bench/results/table.md": "results/bench.md",
     "recipes/bench/results/dry.md": "results/dry.md",
     "recipes/bench/results/kernels.md": "results/kernels.md",

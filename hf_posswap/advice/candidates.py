@@ -132,8 +132,8 @@ _LEARNED = (
     ),
     Candidate(
         "to-alibi",
-        "ALiBi, fitted and trained with the base as teacher",
-        _named("alibi"),
+        "ALiBi with learned slopes, fitted and trained with the base as teacher",
+        _named("alibi:learned=true"),
         "to-alibi",
         _length,
         windows=8,

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import SCHEMES, Input, Kind, Scheme
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, rounded
+from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, inverse_softplus, parameter, rounded
 from hf_posswap.schemes.common.table import row_and_column
 from hf_posswap.schemes.mechanism import Mechanism
+
+LEAST_SLOPE = 1e-5
+"""Lower bound, in nats a token, of a learned slope at the start: near 0 the gradient of its softplus vanishes."""
 
 
 def slopes(heads: int) -> list[float]:
@@ -54,12 +57,14 @@ class Alibi(LinearBias):
             number, so that a cached and a full forward agree. None means s = 1.
         slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those closest to a model's
             own positions, for each layer.
+        learned: whether training moves the slopes: m_h = softplus(raw_h), from those above on, or 1e-5 where they are
+            less. Layers share them, unless each layer has its own `slopes`, as after a fit.
 
     Example:
         >>> Alibi().traits.relative
         True
-        >>> str(Alibi(interpolation=4))
-        'alibi(interpolation=4.0)'
+        >>> str(Alibi(interpolation=4)), str(Alibi(learned=True))
+        ('alibi(interpolation=4.0)', 'alibi(learned=True)')
     """
 
     __repr__ = Scheme.short_repr
@@ -72,6 +77,7 @@ class Alibi(LinearBias):
 
     interpolation: float | None = None
     slopes: tuple[float, ...] | None = None
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if self.interpolation is not None:
@@ -80,6 +86,7 @@ class Alibi(LinearBias):
         if self.slopes is not None:
             given = checks.factors(self.name, "slopes", self.slopes, zero=True, each="head")
             object.__setattr__(self, "slopes", given)
+        checks.flag(self.name, "learned", self.learned)
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         super().resolve(geometry, max_length)
@@ -93,7 +100,7 @@ class Alibi(LinearBias):
 
     def mechanism(self, geometry: Geometry) -> Mechanism:
         per_head = slopes(geometry.num_heads) if self.slopes is None else self.slopes
-        return AlibiMechanism(per_head, self.interpolation or 1.0)
+        return AlibiMechanism(per_head, self.interpolation or 1.0, learned=self.learned)
 
     def features(self, distances: Tensor, geometry: Geometry) -> Tensor:
         return -distances.abs()[None].double() / (self.interpolation or 1.0)
@@ -104,24 +111,43 @@ class Alibi(LinearBias):
     def reach(self, geometry: Geometry) -> int | None:
         return None if self.interpolation is None else math.floor(self.interpolation * geometry.original_length)
 
+    def __str__(self) -> str:
+        """Return the usual form, which names `learned` only where it is True."""
+        return super().__str__().replace(", learned=False", "").replace("(learned=False)", "")
+
 
 class AlibiMechanism(DistanceMechanism):
-    """Adds -(m_h / s) |i - j| to the scores."""
+    """Adds -(m_h / s) |i - j| to the scores.
 
-    slopes: Tensor
+    Attributes:
+        constant_slopes: m / s, [H], where they are not learned.
+        raw_slopes: learned, [H]; m = softplus(raw_slopes).
+    """
 
-    def __init__(self, per_head: Sequence[float], interpolation: float) -> None:
+    def __init__(self, per_head: Sequence[float], interpolation: float, *, learned: bool = False) -> None:
         super().__init__()
-        divided = [slope / interpolation for slope in per_head]
-        self.slopes = torch.tensor(divided, dtype=torch.float32, device="cpu")  # [H]
+        self.interpolation, self.learns_slopes = interpolation, learned
+        if learned:
+            start = torch.tensor(per_head, dtype=torch.float32, device="cpu").clamp(min=LEAST_SLOPE)
+            self.raw_slopes = parameter(inverse_softplus(start))
+        else:
+            divided = [slope / interpolation for slope in per_head]
+            self.constant_slopes = torch.tensor(divided, dtype=torch.float32, device="cpu")
+
+    @property
+    def slopes(self) -> Tensor:  # type: ignore[override]
+        """Those that the scores get, m / s, [H], float32; where they are learned, by what raw_slopes is now."""
+        if not self.learns_slopes:
+            return self.constant_slopes
+        return nn.functional.softplus(self.raw_slopes.float()) / self.interpolation
 
     def distance_bias(self, distances: Tensor) -> Tensor:
-        if self.slopes.device != distances.device:
-            self.slopes = self.slopes.to(distances.device)
+        if not self.learns_slopes and self.constant_slopes.device != distances.device:
+            self.constant_slopes = self.constant_slopes.to(distances.device)
         return -self.slopes[:, None] * distances.abs()
 
     def extra_repr(self) -> str:
-        return f"heads={len(self.slopes)}"
+        return f"heads={len(self.slopes)}{', learned' if self.learns_slopes else ''}"
 
 
 @SCHEMES.register("alibi_2d")

@@ -114,6 +114,7 @@ class BlendMechanism(Mechanism):
         super().__init__()
         self.weight, self.head_dim = scheme.weight, geometry.head_dim
         self.new = scheme.new.mechanism(geometry) if scheme.new.acts_inside else None
+        self.learns_slopes = self.new is not None and self.new.learns_slopes
         self._old = self._new = None
         if scheme.old == "rotary":
             native = torch.tensor(geometry.frequencies, dtype=torch.float32, device="cpu")

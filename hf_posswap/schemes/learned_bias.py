@@ -29,6 +29,7 @@ from hf_posswap.schemes.common.bias import (
     LinearBias,
     distances,
     generator,
+    inverse_softplus,
     parameter,
     rounded,
     uniform,
@@ -135,9 +136,9 @@ class KerpleMechanism(DistanceMechanism):
         r2 = uniform(SMALLEST, second, (heads,), source)
         if scheme.r1 is not None and scheme.r2 is not None:
             r1, r2 = (torch.tensor(given, dtype=torch.float32, device="cpu") for given in (scheme.r1, scheme.r2))
-        self.raw_r1 = parameter(_inverse_softplus(r1))
+        self.raw_r1 = parameter(inverse_softplus(r1))
         inverse_power = (r2 / HIGHEST_POWER).logit(eps=1e-3)
-        self.raw_r2 = parameter(_inverse_softplus(r2) if scheme.variant == "log" else inverse_power)
+        self.raw_r2 = parameter(inverse_softplus(r2) if scheme.variant == "log" else inverse_power)
 
     def r1(self) -> Tensor:
         """Return the size of the penalty, [H], float32, > 0."""
@@ -160,10 +161,6 @@ class KerpleMechanism(DistanceMechanism):
 def _grown(variant: str, length: Tensor, r2: Tensor) -> Tensor:
     """Return ln(1 + r2 d), or d^r2, of distances [N] and r2 [..., 1], [..., N]."""
     return (r2 * length).log1p() if variant == "log" else length.pow(r2)
-
-
-def _inverse_softplus(value: Tensor) -> Tensor:
-    return torch.where(value > 20, value, value.expm1().log())
 
 
 PAPER_THRESHOLD = 512.0

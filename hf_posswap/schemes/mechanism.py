@@ -71,7 +71,9 @@ class Mechanism(nn.Module):
     piecewise: bool = False
     """Whether the bias is piecewise linear in a share of distance and query position: `piecewise_bias` gives it."""
     slopes: Tensor | None = None
-    """m_h, [H], float32, never trained, where the bias is -m_h |i - j|; None: the bias has another form."""
+    """m_h, [H], float32, where the bias is -m_h |i - j|; None: the bias has another form."""
+    learns_slopes: bool = False
+    """Whether there are `slopes` that follow learned parameters; otherwise they never change."""
     regions: tuple[Region, ...] | None = None
     """The regions of the pieces, where they are fixed; None: they follow the input, or there are none."""
     splits_queries: bool = False

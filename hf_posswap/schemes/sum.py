@@ -238,14 +238,25 @@ class SumMechanism(Mechanism):
         biased = [terms[i] for i in self._biased]
         self.distance_only = self.biases and all(term.distance_only for term in biased)
         self.piecewise = len(biased) == 1 and biased[0].piecewise
-        slopes = [term.slopes for term in biased if term.slopes is not None]
-        self.slopes = torch.stack(slopes).sum(dim=0) if slopes and len(slopes) == len(biased) else None
+        slopes = [slopes for term in biased if (slopes := term.slopes) is not None]
+        linear = self.biases and len(slopes) == len(biased)
+        self.learns_slopes = linear and any(term.learns_slopes for term in biased)
+        self.constant_slopes = torch.stack(slopes).sum(dim=0) if linear and not self.learns_slopes else None
 
     @property
     def turning(self) -> Mechanism:
         """The term that rotates or splits."""
         assert self._turning is not None, "no term of this sum rotates"
         return self._term(self._turning)
+
+    @property
+    def slopes(self) -> Tensor | None:  # type: ignore[override]
+        """The sums of those of the biases; None: one of them has another form, or there is none."""
+        if not self.learns_slopes:
+            return self.constant_slopes
+        added = [slopes for i in self._biased if (slopes := self._term(i).slopes) is not None]
+        device = max((slopes.device for slopes in added), key=lambda device: device.type != "cpu")
+        return torch.stack([slopes.to(device) for slopes in added]).sum(dim=0)
 
     def _term(self, index: int) -> Mechanism:
         term = self.terms[index]

@@ -71,6 +71,7 @@ SWAPS = [
     ("gpt2", "sinusoidal", {}),
     ("gpt2", "learned", {}),
     ("opt", "alibi", {}),
+    ("gpt2", "alibi", {"learned": True}),
     ("llama", "yarn", {}),
     ("llama", "fire", {}),
     ("llama", "rope", {"site": "attention"}),

@@ -93,7 +93,7 @@ def test_flex_reads_biases_from_positions(scheme: str) -> None:
     assert (found - expected)[mask.bool()].abs().max() < 5e-3
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple"])
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "kerple", "alibi:learned=true"])
 def test_flex_is_taken_by_itself_and_has_the_gradients(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(scheme), torch.randint(3, 67, (1, 2048), device="cuda")
     taken = noted(monkeypatch)

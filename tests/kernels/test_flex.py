@@ -18,11 +18,11 @@ from hf_posswap import patch_model, set_backend
 from hf_posswap.errors import BackendWarning
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import flex
-from hf_posswap.kernels.flex import ByDistance, attend_read, fits_flex
+from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import flex_bias
 from hf_posswap.patching.sites.attention.forward_memo import Span
-from hf_posswap.schemes import Kerple, T5Bias
+from hf_posswap.schemes import Alibi, Kerple, T5Bias
 from hf_posswap.schemes.alibi import AlibiMechanism
 from tests.patching.sites.attention.test_situations import IDS, LEFT, LENGTH, SITUATIONS, counted
 from tests.stock import with_cache
@@ -42,14 +42,18 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def mechanism_of(name: str, causal: bool) -> Any:
     geometry = Geometry(48, 6, 6, 8, 2, 64, causal=causal)
-    schemes: dict[str, Any] = {"t5": T5Bias(init_std=1.0, max_distance=9, num_buckets=8), "kerple": Kerple()}
+    schemes: dict[str, Any] = {
+        "t5": T5Bias(init_std=1.0, max_distance=9, num_buckets=8),
+        "kerple": Kerple(),
+        "learned slopes": Alibi(learned=True),
+    }
     if name == "alibi":
         return AlibiMechanism([0.5, 0.25, 0.0, 0.031, 1.7, 0.0078], interpolation=2.0)
     return schemes[name].resolve(geometry, None).mechanism(geometry)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["alibi", "t5", "kerple"])
+@pytest.mark.parametrize("name", ["alibi", "t5", "kerple", "learned slopes"])
 @torch.no_grad()
 def test_it_reads_as_the_dense_bias(name: str, causal: bool) -> None:
     mechanism = mechanism_of(name, causal)
@@ -59,6 +63,20 @@ def test_it_reads_as_the_dense_bias(name: str, causal: bool) -> None:
     assert dense.shape == (2, 6, 3, 10)
     for place in torch.cartesian_prod(*map(torch.arange, dense.shape)):
         assert read[tuple(place)] == dense[tuple(place)]
+
+
+def test_learned_slopes_are_read_by_distance_where_their_gradients_are_wanted() -> None:
+    mechanism, at = mechanism_of("learned slopes", True), torch.arange(12)[None]
+    span = Span(at, 12, is_prefill=True)
+    with_gradient, frozen = flex_bias(mechanism, span, 1), flex_bias(mechanism.requires_grad_(False), span, 1)
+    assert isinstance(with_gradient, ByDistance)
+    assert isinstance(frozen, Penalty)
+    shape = (1, 6, 12, 12)
+    assert torch.equal(dense(with_gradient, shape), dense(frozen, shape))
+    mechanism.requires_grad_(True)
+    dense(flex_bias(mechanism, span, 1), shape).sum().backward()
+    apart = float((at[0, :, None] - at).abs().sum())
+    torch.testing.assert_close(mechanism.raw_slopes.grad, -mechanism.raw_slopes.detach().sigmoid() * apart)
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5"])

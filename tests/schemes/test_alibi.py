@@ -1,4 +1,7 @@
-"""ALiBi against a double loop, the published slopes, the recursion of the paper's code, and BLOOM's table."""
+"""ALiBi against a double loop, the published slopes, the recursion of the paper's code, and BLOOM's table.
+
+With learned slopes it is compared with the formula of their parameters, and with ALiBi of the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import make_scheme
-from hf_posswap.schemes.alibi import Alibi, slopes
+from hf_posswap.schemes.alibi import Alibi, AlibiMechanism, slopes
+from hf_posswap.schemes.learned_bias import Kerple
+from hf_posswap.schemes.mechanism import Mechanism
 
 # Press et al. 2021, the 12-head model
 PUBLISHED = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625, 0.70711, 0.35355, 0.17678, 0.08839]
@@ -125,3 +130,97 @@ def test_interpolation_makes_stretched_distances_cost_what_they_did(
     torch.testing.assert_close(stretched, plain, rtol=1e-6, atol=0)
     assert interpolated.reach(geometry(original_length=100)) == 100 * factor
     assert Alibi().reach(geometry()) is None
+
+
+def learned(geometry: Callable[..., Geometry], *raw: float, interpolation: float | None = None) -> Mechanism:
+    """Return the mechanism of learned slopes whose parameters are `raw`, as if trained."""
+    mechanism = Alibi(learned=True, interpolation=interpolation).mechanism(geometry(num_heads=len(raw)))
+    assert isinstance(mechanism, AlibiMechanism)
+    with torch.no_grad():
+        mechanism.raw_slopes.copy_(torch.tensor(raw))
+    return mechanism
+
+
+@pytest.mark.parametrize("interpolation", [None, 2.0])
+def test_learned_slopes_are_a_softplus_for_each_head(
+    geometry: Callable[..., Geometry], interpolation: float | None
+) -> None:
+    raw = (-9.0, -1.25, 0.5, 30.0)
+    mechanism = learned(geometry, *raw, interpolation=interpolation)
+    bias = mechanism.bias(torch.tensor([[5, 9]]), torch.tensor([[2, 9, 11]])).detach()
+    assert bias.dtype == torch.float32
+    for head, x in enumerate(raw):
+        for row, i in enumerate((5, 9)):
+            for column, j in enumerate((2, 9, 11)):
+                expected = -math.log1p(math.exp(x)) / (interpolation or 1.0) * abs(i - j)
+                assert float(bias[0, head, row, column]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("interpolation", [None, 4.0])
+def test_learned_slopes_begin_as_those_that_are_not(
+    geometry: Callable[..., Geometry], interpolation: float | None
+) -> None:
+    """But for slopes near 0, which training could not raise."""
+    for start, heads in ((None, 12), ((0.3, 40.0, 1e-3, 2e-5), 4)):
+        mechanisms = [
+            Alibi(slopes=start, interpolation=interpolation, learned=is_learned).mechanism(geometry(num_heads=heads))
+            for is_learned in (True, False)
+        ]
+        assert [mechanism.learns_slopes for mechanism in mechanisms] == [True, False]
+        torch.testing.assert_close(mechanisms[0].slopes, mechanisms[1].slopes, rtol=1e-6, atol=0)
+        assert mechanisms[0].state_dict().keys() == {"raw_slopes"}
+    least = Alibi(slopes=(0.0, 1e-7), learned=True).mechanism(geometry(num_heads=2)).slopes
+    torch.testing.assert_close(least, torch.full((2,), 1e-5), rtol=1e-5, atol=0)
+
+
+def test_gradients_of_learned_slopes_are_those_of_the_formula(geometry: Callable[..., Geometry]) -> None:
+    """The derivative of softplus is the logistic function."""
+    mechanism, positions = learned(geometry, -3.0, 0.4, interpolation=2.0), torch.arange(9)[None]
+    weights = torch.randn(2, 9, 9, generator=torch.Generator().manual_seed(0))
+    (mechanism.bias(positions, positions)[0] * weights).sum().backward()
+    for h, x in enumerate((-3.0, 0.4)):
+        pulled = sum(float(weights[h, i, j]) * -abs(i - j) / 2.0 for i in range(9) for j in range(9))
+        grad = mechanism.get_parameter("raw_slopes").grad
+        assert grad is not None
+        assert float(grad[h]) == pytest.approx(pulled / (1 + math.exp(-x)), rel=1e-5)
+
+
+def test_no_training_makes_a_learned_slope_negative(geometry: Callable[..., Geometry]) -> None:
+    mechanism, positions = learned(geometry, -3.0, 0.4), torch.arange(9)[None]
+    optimizer = torch.optim.SGD(mechanism.parameters(), lr=0.5)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (-mechanism.bias(positions, positions)).mean().backward()
+        optimizer.step()
+    assert mechanism.slopes is not None
+    assert (mechanism.slopes < 0.5 * torch.tensor([math.log1p(math.exp(x)) for x in (-3.0, 0.4)])).all()
+    assert (mechanism.slopes >= 0).all()
+
+
+def test_learned_is_a_field_like_any_other(geometry: Callable[..., Geometry]) -> None:
+    scheme = make_scheme("alibi:learned=true")
+    assert scheme == Alibi(learned=True) == make_scheme(json.loads(json.dumps(scheme.to_dict())))
+    assert make_scheme({"name": "alibi", "interpolation": None, "slopes": None}) == Alibi(), "as records once were"
+    assert str(Alibi(learned=True, slopes=(0.5, 0.25))) == "alibi(slopes=(0.5, 0.25), learned=True)"
+    assert str(Alibi()) == "alibi"
+    assert Alibi(slopes=tuple(slopes(6)), learned=True).resolve(geometry(num_heads=6), None) == scheme
+    assert repr(learned(geometry, 0.1, 0.2)) == "AlibiMechanism(heads=2, learned)"
+
+
+def test_slopes_of_a_sum_follow_what_is_learned(geometry: Callable[..., Geometry]) -> None:
+    shape = geometry(num_heads=2)
+    fixed, moved = Alibi(slopes=(0.5, 0.25)), Alibi(slopes=(0.125, 1.0), learned=True)
+    for one, other, total in ((fixed, fixed, (1.0, 0.5)), (fixed, moved, (0.625, 1.25)), (moved, fixed, (0.625, 1.25))):
+        mechanism = (one + other).mechanism(shape)
+        assert mechanism.learns_slopes == (moved in (one, other))
+        assert mechanism.slopes is not None
+        torch.testing.assert_close(mechanism.slopes.detach(), torch.tensor(total), rtol=1e-6, atol=0)
+        assert mechanism.slopes.requires_grad == mechanism.learns_slopes
+        with torch.no_grad():
+            for parameter in mechanism.parameters():
+                parameter.fill_(-30.0)
+        at = torch.arange(5)[None]
+        straight = -mechanism.slopes[:, None, None] * (at[0, :, None] - at).abs()
+        torch.testing.assert_close(mechanism.bias(at, at)[0], straight, rtol=1e-6, atol=1e-7)
+    mixed = (moved + Kerple()).mechanism(shape)
+    assert (mixed.slopes, mixed.learns_slopes) == (None, False), "a bias of another form"

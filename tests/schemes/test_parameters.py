@@ -68,7 +68,7 @@ CHOICES: dict[str, list[str]] = {
     "extend": ["'tile'", "'interpolate'", "'group'", "'hierarchical'"],
     "old": ["'table'", "'rotary'"],
 }
-FLAGS = ["truncate", "log_scaling"]
+FLAGS = ["truncate", "log_scaling", "learned"]
 TABLES = ["start"]
 """Lists of lists of numbers: see the test of their scheme."""
 NESTED = ["layers", "default", "rotary", "table", "inside", "new", "terms"]

@@ -172,6 +172,7 @@ MODELS[SKIPPING] = (GPT2LMHeadModel, GPT2Config(**GPT2.to_dict() | {"n_layer": 4
 SCHEMES: dict[str, LinearBias] = {
     "alibi": Alibi(),
     "interpolated": Alibi(interpolation=2.0),
+    "learned slopes": Alibi(learned=True),
     "t5": T5Bias(num_buckets=8, max_distance=12),
 }
 ENCODERS = ("bert", "roberta", "roformer")
@@ -487,7 +488,7 @@ def test_the_fit_leaves_the_model_alone_and_the_swap_comes_off_again(name: str, 
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", ["alibi", "t5", "kerple", "kerple:variant=power"])
+@pytest.mark.parametrize("name", ["alibi", "alibi:learned=true", "t5", "kerple", "kerple:variant=power"])
 def test_what_was_fitted_is_saved_and_never_fitted_again(name: str, tmp_path: Path) -> None:
     model = build("gpt2").float()
     patch_model(model, fit_bias(model, SCHEMES.get(name, name), TEXTS), max_length=64)
@@ -504,6 +505,23 @@ def test_what_was_fitted_is_saved_and_never_fitted_again(name: str, tmp_path: Pa
     verify_swap(loaded)
     with pytest.raises(UnsupportedSwapError, match="no stock class computes GPT2LMHeadModel with per_layer"):
         hf_posswap.to_native(loaded)
+
+
+def test_a_checkpoint_that_says_nothing_of_learned_slopes_has_constant_ones(tmp_path: Path) -> None:
+    """As those that were saved before slopes could be learned."""
+    model = build("gpt2").float()
+    patch_model(model, fit_bias(model, "alibi", TEXTS), max_length=64)
+    hf_posswap.save(model, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for layer in config["posswap"]["scheme"]["layers"].values():
+        assert layer.pop("learned") is False
+    path.write_text(json.dumps(config))
+    loaded = hf_posswap.load(tmp_path, attn_implementation="eager").eval()
+    assert swap_plan(loaded).scheme == swap_plan(model).scheme
+    ids = torch.randint(5, WORDS, (2, 64))
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def test_one_scheme_of_the_fit_serves_all_layers_if_asked() -> None:

@@ -100,6 +100,7 @@ SCHEMES: dict[str, Any] = {
     "dual_chunk": "dual_chunk",
     "dynamic": {"name": "dynamic", "factor": 16.0, "follow": "query", "step": 200},
     "kerple": "kerple",
+    "learned slopes": "alibi:learned=true",
     "fire": "fire",
 }
 

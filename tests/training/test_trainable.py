@@ -64,6 +64,7 @@ def test_what_the_swap_froze_stays_frozen() -> None:
 @pytest.mark.parametrize(
     ("kind", "scheme", "wanted"),
     [("gpt2", "kerple", "transformer.posswap."), ("llama", "fire", "model.posswap."),
+     ("gpt2", "alibi:learned=true", "transformer.posswap."),
      ("gpt2", "learned", "transformer.wpe."), ("bert", "t5", "bert.posswap.")],
 )  # fmt: skip
 def test_positions_trains_the_positions_alone(kind: str, scheme: str, wanted: str) -> None:

@@ -58,19 +58,23 @@ def mechanisms_of(plan: SwapPlan) -> Iterator[tuple[str, str, Mechanism]]:
 
 
 def slopes_of(mechanism: Mechanism) -> Tensor | None:
-    """Return m_h, [H], of a bias -m_h |i - j| that `mechanism` adds to the scores; None: it adds none."""
-    return mechanism.slopes if mechanism.biases else None
+    """Return m_h, [H], of a bias -m_h |i - j| that `mechanism` adds to the scores; None: none, or they are learned."""
+    return mechanism.slopes if mechanism.biases and not mechanism.learns_slopes else None
 
 
 def needs_own_attention(mechanism: Mechanism) -> bool:
     """Return whether an engine's own kernels cannot compute attention with `mechanism`: several rotations, or a bias.
 
+    Slopes that are learned are among a checkpoint's weights, and an engine takes slopes before it reads those.
+
     Example:
         >>> from hf_posswap.schemes.alibi import AlibiMechanism
         >>> needs_own_attention(AlibiMechanism([0.25, 0.0625], interpolation=1.0))
         False
+        >>> needs_own_attention(AlibiMechanism([0.25, 0.0625], interpolation=1.0, learned=True))
+        True
     """
-    return mechanism.splits or (mechanism.biases and mechanism.slopes is None)
+    return mechanism.splits or (mechanism.biases and slopes_of(mechanism) is None)
 
 
 def plan_needs_own_attention(plan: SwapPlan) -> bool:

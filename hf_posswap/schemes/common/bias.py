@@ -94,6 +94,16 @@ def rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
+def inverse_softplus(values: Tensor) -> Tensor:
+    """Return x with softplus(x) = `values`, which are above 0.
+
+    Example:
+        >>> torch.nn.functional.softplus(inverse_softplus(torch.tensor([0.25, 30.0])))
+        tensor([ 0.2500, 30.0000])
+    """
+    return torch.where(values > 20, values, values.expm1().log())
+
+
 def parameter(values: Tensor) -> nn.Parameter:
     """Return a parameter initialized to `values`; it is on meta while a checkpoint's skeleton is built there."""
     return nn.Parameter(values.to(torch.empty(0).device))  # torch 2.6 names no default device inside `with`

@@ -242,11 +242,11 @@ def lay_out(seen: tuple[Segment, ...], span: Span) -> Layout:
 
 
 def _row(request: Request, pieces: Pieces) -> Tensor:
-    division, slopes = _division(request, "row"), request.mechanism.slopes
-    assert slopes is not None
-    dtype = bias_dtype(request.query.dtype)
+    division, dtype = _division(request, "row"), bias_dtype(request.query.dtype)
 
     def make() -> Any:
+        slopes = request.mechanism.slopes
+        assert slopes is not None
         return linear_calls(slopes.to(request.query.device, dtype), division.fast, request.share)
 
     calls = request.shared(("row calls", id(division), dtype, request.share), make)
@@ -420,7 +420,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
         return ("merge", "plain") if known else ("plain",)
     if not mechanism.biases:
         return ()
-    rows = ("row", "row_windowed") if mechanism.slopes is not None else ()
+    rows = ("row", "row_windowed") if mechanism.learns_slopes or mechanism.slopes is not None else ()
     return (*rows, *(("hankel", "flex") if mechanism.distance_only else ()), "chunked", "plain")
 
 
@@ -468,6 +468,8 @@ def _applies(name: str, request: Request) -> bool:
         return False
     if name in ("chunked", "plain"):
         return True
+    if name in ("row", "row_windowed") and request.mechanism.learns_slopes and is_learned(request.mechanism):
+        return False  # the fused calls give the numbers of keys no gradient
     if name == "flex":
         masked = request.mask is not None
         if not (_flex_reads(request) if masked else request.span.is_prefill):
@@ -514,8 +516,9 @@ def flex_bias(mechanism: Mechanism, span: Span, batch: int) -> Penalty | ByDista
     None: the mechanism adds nothing, or needs the bias as a tensor, as it is no function of distance.
     """
     positions = span.query.expand(batch, -1), span.key.expand(batch, -1)
-    if mechanism.slopes is not None:
-        return Penalty(mechanism.slopes.to(span.query.device), *positions)
+    slopes = mechanism.slopes
+    if slopes is not None and not (mechanism.learns_slopes and is_learned(mechanism)):
+        return Penalty(slopes.to(span.query.device), *positions)
     if not mechanism.distance_only or torch.compiler.is_compiling():
         return None
     behind, ahead = (int((a.amax() - b.amin()).clamp(min=0)) for a, b in (positions, positions[::-1]))

@@ -30,6 +30,7 @@ EXACT = 1e-11
 """Between logits of float64 models whose sums run in another order."""
 WAYS = [
     *(("alibi", {}, way) for way in ("row", "row_windowed", "hankel", "chunked")),
+    *(("alibi", {"learned": True}, way) for way in ("hankel", "chunked")),
     *(("t5", {"init_std": 1.0}, way) for way in ("hankel", "chunked")),
     *(("kerple", {"variant": variant}, way) for variant in ("log", "power") for way in ("hankel", "chunked")),
     ("fire", {}, "chunked"),
@@ -284,6 +285,45 @@ def test_a_compiled_model_is_one_graph_still() -> None:
     forward = torch.compile(lambda ids: model(ids, use_cache=False).logits, fullgraph=True, backend="eager")
     with torch.no_grad():
         assert (forward(IDS) - model(IDS).logits).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("way", ["plain", "row", "row_windowed", "hankel", "chunked"])
+def test_learned_slopes_are_seen_as_they_are_now(way: str, spy: Spy) -> None:
+    """Against ALiBi of the same numbers, before and after steps of training, which write into the parameters."""
+    model = swapped("alibi", {"learned": True})
+    mechanism = next(module for module in model.modules() if isinstance(module, Mechanism))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    outputs = []
+    for _ in range(3):
+        constant = Alibi(slopes=tuple(mechanism.slopes.tolist()))
+        twin = gpt2()
+        patch_model(twin, constant, max_length=128)
+        twin.load_state_dict({name: x for name, x in model.state_dict().items() if "posswap" not in name})
+        spy.seen()
+        outputs.append(run(model, way))
+        assert spy.seen() == {way}
+        assert torch.equal(outputs[-1], run(twin, way))
+        spy.seen()
+        optimizer.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        assert spy.seen() == {"plain" if "row" in way else way}, "the calls of rows give slopes no gradient"
+        assert mechanism.raw_slopes.grad.abs().min() > 0
+        optimizer.step()
+    assert min((a - b).abs().max() for a, b in zip(outputs, outputs[1:], strict=False)) > 1e-3
+
+
+def test_learned_slopes_that_are_frozen_take_the_way_of_constants(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "MIN_QK_PAIRS", LENGTH**2)
+    model = swapped("alibi", {"learned": True})
+    for frozen, way in ((False, "hankel"), (True, "row")):
+        for mechanism in (module for module in model.modules() if isinstance(module, Mechanism)):
+            mechanism.requires_grad_(not frozen)
+        model.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        assert spy.seen() == {way}
+        with torch.no_grad():
+            model(IDS)
+        assert spy.seen() == {"row"}
 
 
 def test_an_unknown_torch_takes_the_plain_way_with_one_warning(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:

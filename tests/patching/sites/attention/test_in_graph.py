@@ -119,7 +119,7 @@ def test_gradients_of_a_graph_are_the_formula_s(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["t5", "alibi"])
+@pytest.mark.parametrize("scheme", ["t5", "alibi", "alibi:learned=true"])
 def test_gradients_are_those_of_the_model(scheme: str, taken: list[str]) -> None:
     """Of what is trained alone: a table that is frozen has none, and costs none."""
     model = swapped(llama, scheme, {}).train()
@@ -136,6 +136,25 @@ def test_gradients_are_those_of_the_model(scheme: str, taken: list[str]) -> None
             assert (ours is None) == (theirs is None)
             assert ours is None or (ours - theirs).abs().max() < EXACT
     assert set(taken) == {"hankel"}
+
+
+@pytest.mark.slow
+def test_a_graph_sees_learned_slopes_as_they_are_now(taken: list[str]) -> None:
+    """Against calls that are not compiled, after steps of training, which write into the parameters."""
+    model = swapped(llama, "alibi:learned=true", {}).train()
+    optimizer = torch.optim.Adam((p for name, p in model.named_parameters() if "raw_slopes" in name), lr=0.5)
+    trained = compiled(model.forward, "aot_eager")
+    set_backend(model, "row")
+    for _ in range(2):
+        losses = [run(IDS, labels=IDS, use_cache=False).loss for run in (model.forward, trained)]
+        assert abs(losses[0] - losses[1]) < EXACT
+        optimizer.zero_grad()
+        losses[1].backward()
+        optimizer.step()
+        with torch.no_grad():
+            found, expected = (run(IDS, use_cache=False).logits for run in (trained, model.forward))
+        assert (found - expected).abs().max() < EXACT
+    assert "row" in taken
 
 
 @pytest.mark.slow
