@@ -128,7 +128,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def other_slopes(model: Any) -> Any:
     patch_model(model, "alibi")
     mechanism = model.model.posswap
-    mechanism.slopes = 3.0 * mechanism.slopes
+    mechanism.constant_slopes = 3.0 * mechanism.constant_slopes
     return model
 
 

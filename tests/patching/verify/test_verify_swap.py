@@ -67,7 +67,7 @@ def other_angles(model: Any) -> None:
 
 
 def other_slopes(model: Any) -> None:
-    model.transformer.posswap.slopes = model.transformer.posswap.slopes * 2
+    model.transformer.posswap.constant_slopes = model.transformer.posswap.constant_slopes * 2
 
 
 def other_scheme(model: Any) -> None:
