@@ -72,8 +72,8 @@ def fit_bias(
         model: an unswapped model of one stack; it is not changed. It reads every text once as it is, and once without
             its positions: all texts up to the first layer, which is fitted, then on to the next. A model whose layers
             also take keys or states of earlier ones reads every text again up to each layer.
-        scheme: "alibi", "kerple" or "t5", with or without the options interpolation, variant, num_buckets,
-            max_distance.
+        scheme: "alibi", "kerple" or "t5", with or without the options interpolation, learned, variant,
+            num_buckets, max_distance.
         tokens: rows of token ids, one text per row, without padding, each within the original length. A few rows of
             1,024 tokens are enough; the time grows with the square and the cube of the longest.
         progress: show a bar of the layers; None: in a notebook and on a terminal, unless HF_HUB_DISABLE_PROGRESS_BARS

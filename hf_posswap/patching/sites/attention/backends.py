@@ -537,7 +537,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
             not apply: all with dropout, for one query alone, in CUDA graphs and in graphs that are exported or of torch
             before 2.7 (2.9 on a GPU); all but "chunked" and "flex" where a mask leaves gaps between the keys that a
-            query sees, or positions jump; "flex" with a mask of numbers, and with gradients on a CPU.
+            query sees, or positions jump; "flex" with a mask of numbers, and with gradients on a CPU; "row" and
+            "row_windowed" where learned slopes get gradients.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.
