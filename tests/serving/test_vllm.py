@@ -98,6 +98,7 @@ EXACT: dict[str, Case] = {
     "kerple": ("llama", "kerple", LONG, {}),
     "sliding kerple": ("mistral", "kerple", LONG, {}),
     "rope and kerple": ("llama", "native + kerple", LONG, {}),
+    "learned alibi": ("llama", "alibi", {"learned": True} | LONG, {}),
     "fire": ("llama", "fire", LONG, {}),
     "neox fire": ("gpt_neox", "fire", LONG, {}),
     "t5": ("llama", "t5", {"init_std": 1.0} | LONG, {}),
