@@ -140,7 +140,7 @@ def draw_kept(result: dict[str, Any], path: Path) -> None:
         ax.errorbar(at, middle, yerr=spans, marker="o", markersize=4, capsize=2, color=colour, label=name)
     ax.axhline(-np.log(KEPT), color=_CONTROL, linewidth=1, linestyle="--")
     ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set_yscale("symlog", linthresh=0.03)  # a trained model may be below the base
     ticks = [least / 2, *sorted({tokens for budgets in shown.values() for tokens in budgets if tokens})]
     ax.set_xticks(ticks, ["none", *(f"{tokens / 2**20:.2g} M" for tokens in ticks[1:])])
     ax.minorticks_off()
