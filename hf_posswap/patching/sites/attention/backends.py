@@ -292,13 +292,13 @@ def _settles(request: Request, distance: int) -> bool:
     length, keys = request.query.shape[2], request.key.shape[2]
     if length != keys or length < LEAST_SETTLED * distance or not request.causal:
         return False
-    if not fits_settled(request.query, request.key, request.value, learned=is_learned(request.mechanism)):
-        return False
     layout = request.layout
     if layout is None or layout.irregular or len(layout.regular) != 1:
         return False
     (text,) = whole(request.query.shape[0], length, keys, causal=True)
-    return layout.regular[0]._replace(start=0) == text
+    if layout.regular[0]._replace(start=0) != text:
+        return False
+    return fits_settled(request.query, request.key, request.value, learned=is_learned(request.mechanism))
 
 
 def _chunked(request: Request, pieces: Pieces) -> Tensor:
