@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under ten minutes, results under $OUT (default: gpu-results).
+# Everything that needs a GPU, in at most a quarter of an hour, each part in at most LIMIT seconds; results under $OUT
+# (default: gpu-results).
 #   bash recipes/bench/gpu.sh                  all parts
 #   bash recipes/bench/gpu.sh tests quickstart some of them
 # tests: those marked gpu. bench: RoPE, flex, merge, a training step, perplexity, reading and decoding; events and peaks.
@@ -17,17 +18,18 @@ print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA d
 PY
 for part in "${@:-tests bench dry quickstart}"; do
     for name in $part; do
+        seconds=150
         case $name in
-            tests) command=(
+            tests) seconds=240 command=(
                 pytest -v -p no:cacheprovider -p tests.gpu.told -o addopts="" -m gpu -n "${PROCESSES:-4}" --durations 10
                 tests/gpu tests/kernels tests/compat
             ) ;;
-            bench) command=(recipes.bench.run gpu --out "$OUT/bench") ;;
+            bench) seconds=320 command=(recipes.bench.run gpu --out "$OUT/bench") ;;
             dry) command=(recipes.bench.dry_beside --out "$OUT/bench") ;;
             quickstart) command=(hf_posswap quickstart --out "$OUT/quickstart" --device cuda) ;;
             *) echo "$name: there are tests, bench, dry and quickstart." >&2; exit 2 ;;
         esac
-        timeout "${LIMIT:-150}" python3 -m "${command[@]}" 2>&1 | tee "$OUT/$name.txt" || status=1
+        timeout "${LIMIT:-$seconds}" python3 -m "${command[@]}" 2>&1 | tee "$OUT/$name.txt" || status=1
     done
 done
 rm -rf "$OUT/cache" "$OUT"/quickstart/{base,control,rope,alibi,nll}
