@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -372,7 +373,8 @@ def uncaptured() -> dict[str, Any]:
     Without it that mode would fail while it captures an operator that reads numbers from the GPU.
     """
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    return {} if tag is None else {"tags": (tag,)}
+    takes_tags = "tags" in inspect.signature(torch.library.custom_op).parameters
+    return {"tags": (tag,)} if tag is not None and takes_tags else {}
 
 
 @contextmanager

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.geometry import Geometry
+from hf_posswap.schemes.alibi import LEAST_SLOPE
 from hf_posswap.schemes.base import SCHEMES, Kind
-from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, parameter, rounded
+from hf_posswap.schemes.common.bias import DistanceMechanism, LinearBias, inverse_softplus, parameter, rounded
 from hf_posswap.schemes.mechanism import Mechanism
-
-LEAST_SLOPE = 1e-5
-"""Nats a token of a learned slope at the start: the gradient of a softplus vanishes near 0."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class BentAlibiMechanism(DistanceMechanism):
             scheme.start or ((0.0,) * count,) * geometry.num_heads, dtype=torch.float32, device="cpu"
         )  # [H, F]
         slopes = start[:, 0].clamp(min=LEAST_SLOPE)
-        self.raw_slope = parameter(slopes.expm1().log())
+        self.raw_slope = parameter(inverse_softplus(slopes))
         self.numbers = parameter(start[:, 1:])
 
     def distance_bias(self, distances: Tensor) -> Tensor:
