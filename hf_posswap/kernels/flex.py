@@ -1,4 +1,4 @@
-"""Biases for flex_attention, computed from positions without [Q, K] tensors, under any mask.
+"""Biases, and regions with rotations of their own, by flex_attention under any mask, without [Q, K] tensors.
 
 Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3; Raffel et al. 2020, https://arxiv.org/abs/1910.10683.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +106,7 @@ def attend_read(
 
     blocks = shown
     if shown is None and causal:
-        blocks = _past_blocks(query.shape[2], key.shape[2], 0, None, query.device)
+        blocks = past_blocks(query.shape[2], key.shape[2], query.device)
     return _run(
         _name(shown is not None), flex_attention, query, key, value, score_mod=modified, block_mask=blocks,
         scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
@@ -114,7 +114,11 @@ def attend_read(
     )  # fmt: skip
 
 
-_SETTLED = "flex_attention with a settled bias"
+SETTLED = "flex_attention with a settled bias"
+REGIONS = "flex_attention by regions"
+CHUNK_REGIONS = "flex_attention by regions of chunks"
+MASKED_REGIONS = "flex_attention by regions of a mask"
+"""Kernels of several calls, joined by their sums, which need a GPU."""
 
 
 def _name(masked: bool) -> str:
@@ -122,7 +126,7 @@ def _name(masked: bool) -> str:
 
 
 class NotCompiledError(Exception):
-    """torch.compile made no code for a call; `fits_flex` and `fits_settled` say no from then on."""
+    """torch.compile made no code for a call; `fits_flex` and `fits_joined` say no from then on."""
 
 
 _refused: set[tuple[str, str]] = set()
@@ -169,9 +173,9 @@ def attend_settled(query: Tensor, key: Tensor, value: Tensor, line: Tensor, *, s
             query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
     rows, settled = query.shape[2], -(-(line.shape[1] - 1) // BLOCK) * BLOCK
-    near = _past_blocks(rows, rows, 0, settled, query.device)
-    far = _past_blocks(rows, rows, settled, None, query.device)
-    return _run(_SETTLED, _near_and_far, query, key, value, line, near, far, scaling)
+    near = past_blocks(rows, rows, query.device, 0, settled)
+    far = past_blocks(rows, rows, query.device, settled)
+    return _run(SETTLED, _near_and_far, query, key, value, line, near, far, scaling)
 
 
 def _near_and_far(
@@ -195,6 +199,56 @@ def _near_and_far(
     return (nearby.float() + weight * (distant.float() - nearby.float())).to(query.dtype)
 
 
+def attend_by_regions(
+    kernel: str, pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, blocks: Sequence[BlockMask], *, scaling: float
+) -> Tensor:
+    """Return attention [B, H, Q, D], each region with its own rotation, by compiled flex_attention.
+
+    Args:
+        kernel: `REGIONS`, `CHUNK_REGIONS` or `MASKED_REGIONS`.
+        pairs: for each region query [B, H, Q, D] and key [B, G, K, D], rotated.
+        value: [B, G, K, D].
+        blocks: for each region the mask of its pairs: no pair is in two. A query that they show no key gets zeros.
+        scaling: multiplies the scores.
+    """
+    (query, key), *others = pairs
+    if is_standing_for():
+        return functional.scaled_dot_product_attention(
+            query, key, value, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    options = _ONE_KERNEL if kernel == REGIONS else _FEW_LOADS
+    return _run(kernel, _by_regions, query, key, tuple(others), value, tuple(blocks), scaling, options)
+
+
+def _by_regions(
+    query: Tensor,
+    key: Tensor,
+    others: tuple[tuple[Tensor, Tensor], ...],
+    value: Tensor,
+    blocks: tuple[BlockMask, ...],
+    scaling: float,
+    options: dict[str, bool | int],
+) -> Tensor:
+    joined, total = None, None
+    for (turned_query, turned_key), block_mask in zip(((query, key), *others), blocks, strict=True):
+        out, sums = attend_with_sums(
+            turned_query, turned_key, value, block_mask=block_mask, scale=scaling,
+            enable_gqa=query.shape[1] != value.shape[1], kernel_options=options,
+        )  # fmt: skip
+        out, sums = out.float(), sums.clamp(min=_NO_SUM)
+        if joined is None or total is None:
+            joined, total = out, sums
+            continue
+        joined = joined + torch.sigmoid(sums - total)[..., None] * (out - joined)
+        total = torch.logaddexp(total, sums)
+    assert joined is not None
+    return joined.to(query.dtype)
+
+
+_NO_SUM = -1e30
+"""The logarithm of a sum of nothing: finite, so that a query without any key has gradients of zero."""
+
+
 @functools.cache
 def _compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     # for a second length torch 2.13 generates dynamic code, which does not compile on a CPU
@@ -205,26 +259,51 @@ BLOCK = 128
 """Queries, and keys, of a block of a mask."""
 
 
-@functools.lru_cache(maxsize=8)
-def _past_blocks(rows: int, columns: int, low: int, high: int | None, device: torch.device) -> BlockMask:
-    """Return the mask of the keys at distances from `low` to below `high`, by blocks, from their bounds.
+@functools.lru_cache(maxsize=16)
+def past_blocks(
+    rows: int,
+    columns: int,
+    device: torch.device,
+    low: int = 0,
+    high: int | None = None,
+    *,
+    size: int = 1,
+    start: int = 0,
+) -> BlockMask:
+    """Return the mask of the keys up to each query at distances from `low` to below `high`, from bounds of blocks.
 
     `create_block_mask` would hold all of [Q, K].
+
+    Args:
+        rows: queries.
+        columns: keys.
+        device: for its numbers.
+        low: the shortest distance, 0 or more.
+        high: the one after the longest; None: there is no bound.
+        size: tokens of a chunk; above 1 the bounds are distances of chunks.
+        start: position of the first query, and of the first key, where there are chunks.
     """
+    with torch.device(device):
+        chunk = (torch.arange(start, start + max(rows, columns)) // size).int()
+        row, column = torch.arange(0, rows, BLOCK)[:, None], torch.arange(0, columns, BLOCK)
+    last_row, last_column = (row + BLOCK).clamp(max=rows) - 1, (column + BLOCK).clamp(max=columns) - 1
+
+    def near_enough(row: Tensor, column: Tensor) -> Tensor:
+        return (row - column >= low) if high is None else (row - column >= low) & (row - column < high)
 
     def seen_at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        is_past = row - column >= low
-        return is_past if high is None else is_past & (row - column < high)
+        return near_enough(row, column)
 
-    with torch.device(device):
-        row, column = torch.arange(0, rows, BLOCK)[:, None], torch.arange(0, columns, BLOCK)
-        least, most = row - column - BLOCK + 1, (row + BLOCK).clamp(max=rows) - 1 - column  # distances in a block
-        seen = most >= low  # [Q/128, K/128]
-        # a block that the text ends in is never whole
-        whole = (least >= low) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
-        if high is not None:
-            seen, whole = seen & (least < high), whole & (most < high)
-    return _block_mask((seen & ~whole)[None], whole[None], (rows, columns), seen_at)
+    def seen_by_chunk(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (row >= column) & near_enough(chunk[row], chunk[column])
+
+    least, most = chunk[row] - chunk[last_column], chunk[last_row] - chunk[column]  # distances in a block
+    seen = (last_row >= column) & (most >= low)  # [Q/128, K/128]
+    # a block that the text ends in is never whole
+    whole = (row >= last_column) & (least >= low) & (row + BLOCK <= rows) & (column + BLOCK <= columns)
+    if high is not None:
+        seen, whole = seen & (least < high), whole & (most < high)
+    return _block_mask((seen & ~whole)[None], whole[None], (rows, columns), seen_at if size == 1 else seen_by_chunk)
 
 
 def shown_blocks(mask: Tensor) -> BlockMask:
@@ -284,16 +363,24 @@ def fits_flex(query: Tensor, value: Tensor, bias: Penalty | ByDistance | None, *
     return is_standing_for() or flex_available(device, differentiated, masked)
 
 
-def fits_settled(query: Tensor, key: Tensor, value: Tensor, *, learned: bool) -> bool:
-    """Return whether `attend_settled` supports these tensors, with a bias that is `learned` or not, and is correct."""
+def fits_joined(kernel: str, query: Tensor, key: Tensor, value: Tensor, *, learned: bool = False) -> bool:
+    """Return whether the calls of `SETTLED` and the like support these tensors, and are correct in this process.
+
+    Args:
+        kernel: `SETTLED`, `REGIONS`, `CHUNK_REGIONS` or `MASKED_REGIONS`.
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        value: [B, G, K, Dv].
+        learned: whether the bias wants gradients.
+    """
     if device_type(query) != "cuda" or query.shape[-1] != value.shape[-1] or query.shape[-1] < LEAST_WIDTH:
         return False
-    if (_SETTLED, "cuda") in _refused:
+    if (kernel, "cuda") in _refused:
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype == torch.float64:
         return False
     differentiated = learned or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
-    return is_standing_for() or settled_available("cuda", differentiated)
+    return is_standing_for() or joined_available(kernel, "cuda", differentiated)
 
 
 @functools.cache
@@ -312,13 +399,15 @@ def flex_available(device: str, differentiated: bool, masked: bool = False) -> b
 
 
 @functools.cache
-def settled_available(device: str, differentiated: bool) -> bool:
-    """Return whether `attend_settled` works correctly on `device`; warn once if not. A CPU has no such call."""
+def joined_available(kernel: str, device: str, differentiated: bool) -> bool:
+    """Return whether the calls of `kernel` work correctly on `device`; warn once if not. A CPU has no such calls."""
 
     def errors(device: str) -> list[float]:
-        return [error for length in (300, 400) for error in _errors(device, length, differentiated, settled=40)]
+        if kernel == SETTLED:
+            return [error for length in (300, 400) for error in _errors(device, length, differentiated, settled=40)]
+        return [error for length in (300, 400) for error in _errors_by_regions(kernel, device, length, differentiated)]
 
-    return device == "cuda" and works_correctly(_SETTLED, device, errors)
+    return device == "cuda" and works_correctly(kernel, device, errors)
 
 
 def _errors(
@@ -348,11 +437,7 @@ def _errors(
         else:
             result = attend_settled(query, key, value, line[:, : settled + 1], scaling=0.3)
         expected = _formula(leaves[0], leaves[1], leaves[2], leaves[3], settled, masked=masked)
-        pairs = [(result, expected)]
-        if learned:
-            grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (result, expected))
-            pairs += [(a / b.abs().amax(), b / b.abs().amax()) for a, b in zip(*grads, strict=True)]
-        return [float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs]
+        return _differences(result, expected, leaves, learned=learned)
 
 
 def _padded(length: int, device: str) -> Tensor:
@@ -375,3 +460,44 @@ def _formula(
     shown = _padded(len(rows), query.device.type)
     chances = scores.masked_fill(~shown, torch.finfo(torch.float32).min).softmax(-1)
     return chances.masked_fill(~shown, 0.0) @ values  # zeros for the padding, which sees nothing
+
+
+def _errors_by_regions(kernel: str, device: str, length: int, learned: bool) -> list[float]:
+    """Return the differences of `attend_by_regions`, and of its gradients, from the formula, as `_errors` does."""
+    source = torch.Generator("cpu").manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    size, bounds = (60, ((0, 1), (1, 2), (2, None))) if kernel == CHUNK_REGIONS else (1, ((0, 140), (140, None)))
+    rows = torch.arange(length, device=device)
+    shown = _padded(length, device)  # [2, 1, L, L]
+    if kernel != MASKED_REGIONS:
+        shown = (rows[:, None] >= rows).expand_as(shown)
+    apart = rows[:, None] // size - rows // size
+    held = [(apart >= low) & (apart < (length if high is None else high)) for low, high in bounds]
+    if kernel == MASKED_REGIONS:
+        blocks = [shown_blocks(shown & region) for region in held]
+    else:
+        blocks = [past_blocks(length, length, rows.device, low, high, size=size) for low, high in bounds]
+    heads = [2, *(heads for _ in bounds for heads in (4, 2))]  # of the values, and of each region's queries and keys
+    with torch.inference_mode(False), torch.set_grad_enabled(learned):
+        leaves = [
+            torch.randn(2, h, length, 16, generator=source, device="cpu").to(device, dtype).requires_grad_(learned)
+            for h in heads
+        ]
+        value, *turned = leaves
+        pairs = list(zip(turned[::2], turned[1::2], strict=True))
+        result = attend_by_regions(kernel, pairs, value, blocks, scaling=0.3)
+        scores = torch.full((), torch.finfo(torch.float32).min, device=device)
+        for (query, key), region in zip(pairs, held, strict=True):
+            of_region = query.float() @ key.float().repeat_interleave(2, dim=1).transpose(-1, -2) * 0.3
+            scores = torch.where(region & shown, of_region, scores)
+        chances = scores.softmax(-1).masked_fill(~shown, 0.0)  # zeros for the padding, which sees nothing
+        return _differences(result, chances @ value.float().repeat_interleave(2, dim=1), leaves, learned=learned)
+
+
+def _differences(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], *, learned: bool) -> list[float]:
+    """Return the greatest difference of two results, and those of their gradients if `learned`, relative to sizes."""
+    pairs = [(found, expected)]
+    if learned:
+        grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (found, expected))
+        pairs += [(a / b.abs().amax(), b / b.abs().amax()) for a, b in zip(*grads, strict=True)]
+    return [float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs]

@@ -112,7 +112,7 @@ def lowering(card: Card, kernels: list[CompiledKernel]) -> Iterator[None]:
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *tensors: None))
         options = _keeping_logsumexp(flex_attention._apply_kernel_options)
         stack.enter_context(patch.object(flex_attention, "_apply_kernel_options", options))
-        stack.callback(flex._past_blocks.cache_clear)  # they are fake
+        stack.callback(flex.past_blocks.cache_clear)  # they are fake
         stack.enter_context(FakeTensorMode())
         yield
 

@@ -30,7 +30,7 @@ from recipes.bench.train import step
 
 NO_MOD, FLASH = "flex without a mod", "one fused causal call"
 THEIRS = "model(ids, labels=ids)"
-STOCK, FORMULA = "stock", "the formula over all pairs"
+STOCK, FORMULA, MERGED = "stock", "the formula over all pairs", "merged calls"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
@@ -50,6 +50,9 @@ def cases(smoke: bool) -> Iterator[Case]:
     for scheme in ("yarn", "self_extend", "dual_chunk", "alibi"):
         for length in (96,) if small else (4096, 16384):
             yield from _reading(scheme, device, length, small)
+    for scheme in ("self_extend", "dual_chunk"):
+        for length in (96,) if small else (4096, 16384):
+            yield _by_flex(scheme, device, length, small)
     for scheme in ("alibi", "t5", "self_extend"):
         yield _padded(scheme, device, small)
     for scheme in ("alibi", "self_extend"):
@@ -71,6 +74,27 @@ def _reading(scheme: str, device: str, length: int, small: bool) -> Iterator[Cas
     yield Case(f"a text of {length}, {scheme}", texts, {STOCK: 1.1 if scheme == "yarn" else 2.0}, **settings)
     steps = {way: step_after(model, length) for way, model in models.items()}
     yield Case(f"one token after {length}, {scheme}", steps, {STOCK: 1.1}, **settings)
+
+
+def _by_flex(scheme: str, device: str, length: int, small: bool) -> Case:
+    """Return reading a text in two rotations: by regions in flex_attention, by merged calls, and by the stock model."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model, stock = (smollm2(small, scheme=way).to(device, dtype) for way in (scheme, None))
+    ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def read(model: Any, backend: str | None = None) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            if backend is not None:
+                set_backend(model, backend)
+            return model.base_model(ids, use_cache=False).last_hidden_state
+
+        return run
+
+    ways = {"ours": read(model, "flex"), MERGED: read(model, "merge"), STOCK: read(stock)}
+    return Case(
+        f"a text of {length}, {scheme}, flex", ways, {MERGED: 1.0, STOCK: 2.0}, tolerance=0.25,
+        unlike=frozenset({STOCK}), device=device, repetitions=5,
+    )  # fmt: skip
 
 
 def _padded(scheme: str, device: str, small: bool) -> Case:

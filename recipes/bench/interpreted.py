@@ -27,7 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
-from hf_posswap.kernels.flex import _past_blocks
+from hf_posswap.kernels.flex import past_blocks
 from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.card_here import CARDS, CompiledKernel, lowering
 from recipes.bench.kernels import Call, missing
@@ -78,7 +78,7 @@ def errors_of(bias: str, sources: dict[str, tuple[str, str]]) -> dict[str, float
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(2, heads, LENGTH, WIDTH) for heads in (8, 2, 2, 8))
     numbers = torch.randn(8, LENGTH) if bias == "t5" else torch.rand(8)  # a line, or slopes
-    blocks = _past_blocks(LENGTH, LENGTH, 0, None, torch.device("cpu"))
+    blocks = past_blocks(LENGTH, LENGTH, torch.device("cpu"))
     kernel_arguments: dict[str, Any] = {
         "arg_Q": query, "arg_K": key, "arg_V": value, "arg_LSE": torch.empty(2, 8, LENGTH), "arg_DO": grad,
         "arg_MAX": torch.empty(2, 8, LENGTH), "arg_DQ": torch.full_like(query, torch.nan),

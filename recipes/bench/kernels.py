@@ -27,8 +27,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
-from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, attend_settled, shown_blocks
+from hf_posswap.kernels.flex import (
+    CHUNK_REGIONS,
+    MASKED_REGIONS,
+    REGIONS,
+    ByDistance,
+    Penalty,
+    attend_by_regions,
+    attend_read,
+    attend_settled,
+    past_blocks,
+    shown_blocks,
+)
 from hf_posswap.utils.atomic_io import write_text
 from hf_posswap.utils.format import said_by
 from recipes.bench.card_here import CARDS, KIB, CompiledKernel, lowering
@@ -46,11 +58,12 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `attend_read`, causal: two rows, 8 heads in 2 groups.
+    """A causal call of attention: two rows, 8 heads in 2 groups.
 
     Attributes:
         bias: "alibi"; "t5" for a learned bias by distance; "settled" for one that stays the same from 128 tokens on;
-            "none" for the baseline; the first two also "masked", with a mask that is given.
+            "none" for the baseline; the first two also "masked", with a mask that is given. Or "regions" with rotations
+            of their own: near and far, "regions chunked" by chunks, "regions masked" of a mask.
         dtype: of queries, keys and values.
         width: dimensions of a head.
     """
@@ -76,7 +89,9 @@ class Call:
             "t5": ByDistance(torch.empty(8, length, requires_grad=True), 0, at, at),
         }
         scaling = 1 / math.sqrt(self.width)
-        if self.bias == "settled":
+        if self.bias.startswith("regions"):
+            output = _by_regions(self.bias, (query, key, value), scaling)
+        elif self.bias == "settled":
             line = torch.empty(8, 129, requires_grad=True)
             output = attend_settled(query, key, value, line, scaling=scaling)
         else:
@@ -86,8 +101,22 @@ class Call:
         output.sum().backward()
 
 
+def _by_regions(name: str, tensors: tuple[Tensor, Tensor, Tensor], scaling: float) -> Tensor:
+    query, key, value = tensors
+    batch, _, length, _ = query.shape
+    if name == "regions masked":
+        shown = torch.empty(batch, 1, length, length, dtype=torch.bool)
+        pairs = [(query, key), (2 * query, 2 * key)]
+        return attend_by_regions(MASKED_REGIONS, pairs, value, [shown_blocks(shown)] * 2, scaling=scaling)
+    size, bounds = (1024, ((0, 1), (1, 2), (2, None))) if name == "regions chunked" else (1, ((0, 512), (512, None)))
+    blocks = [past_blocks(length, length, query.device, low, high, size=size) for low, high in bounds]
+    pairs = [(n * query, n * key) for n in range(1, len(bounds) + 1)]
+    return attend_by_regions(REGIONS if size == 1 else CHUNK_REGIONS, pairs, value, blocks, scaling=scaling)
+
+
 DTYPES, WIDTHS = ("bfloat16", "float32"), (64, 128, 256)
-BIASES = ("none", "alibi", "t5", "settled", "alibi masked", "t5 masked")
+BIASES = ("none", "alibi", "t5", "settled", "alibi masked", "t5 masked",
+          "regions", "regions chunked", "regions masked")  # fmt: skip
 CALLS = {call.name: call for call in (Call(b, d, w) for d in DTYPES for w in WIDTHS for b in BIASES)}
 USUAL = [name for name, call in CALLS.items() if call.dtype == "bfloat16" and call.width <= 128]
 """The default calls, which compile in 20 minutes."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention import flex_attention
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,6 +19,7 @@ from hf_posswap.errors import BackendWarning
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import flex
 from hf_posswap.kernels.flex import ByDistance, Penalty, attend_read, fits_flex
+from hf_posswap.kernels.merge import Region
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.patching.sites.attention.backends import flex_bias
 from hf_posswap.patching.sites.attention.forward_memo import Span
@@ -279,8 +280,29 @@ def test_flex_on_a_gpu_gives_gradients_and_needs_memory_of_order_length() -> Non
     ("rows", "columns"), [(1, 1), (128, 128), (129, 129), (300, 300), (1000, 1000), (300, 200), (200, 300)]
 )
 def test_the_blocks_of_a_mask_are_those_of_torch(rows: int, columns: int, low: int, high: int | None) -> None:
-    found = flex._past_blocks(rows, columns, low, high, torch.device("cpu"))
+    found = flex.past_blocks(rows, columns, torch.device("cpu"), low, high)
     expected = create_block_mask(found.mask_mod, None, None, rows, columns, device="cpu")
+    assert_same_blocks(found, expected)
+    apart = torch.arange(rows)[:, None] - torch.arange(columns)
+    held = (apart >= low) if high is None else (apart >= low) & (apart < high)
+    assert torch.equal(create_mask(found.mask_mod, None, None, rows, columns, device="cpu")[0, 0], held)
+
+
+@pytest.mark.parametrize("region", [Region(50, 0, 1), Region(50, 1, 2), Region(50, 2, None), Region(300, 0, 1)])
+@pytest.mark.parametrize("start", [0, 7, 130])
+@pytest.mark.parametrize("length", [1, 128, 129, 700])
+def test_the_blocks_of_chunks_are_those_of_torch(length: int, start: int, region: Region) -> None:
+    found = flex.past_blocks(
+        length, length, torch.device("cpu"), region.low or 0, region.high, size=region.size, start=start
+    )
+    at = torch.arange(start, start + length)
+    held = region.holds(at[:, None], at) & (at[:, None] >= at)
+    assert torch.equal(create_mask(found.mask_mod, None, None, length, length, device="cpu")[0, 0], held)
+    assert_same_blocks(found, create_block_mask(found.mask_mod, None, None, length, length, device="cpu"))
+
+
+def assert_same_blocks(found: BlockMask, expected: BlockMask) -> None:
+    """Check that two masks have the same blocks, listed in the same order."""
     assert found.seq_lengths == expected.seq_lengths
     for kind in ("kv", "full_kv", "q", "full_q"):
         counts, indices = f"{kind}_num_blocks", f"{kind}_indices"
@@ -290,9 +312,6 @@ def test_the_blocks_of_a_mask_are_those_of_torch(rows: int, columns: int, low: i
         assert ours.dtype == theirs.dtype == torch.int32
         listed = torch.arange(ours.shape[-1]) < count[..., None]
         assert torch.equal(ours[listed], theirs[listed])
-    apart = torch.arange(rows)[:, None] - torch.arange(columns)
-    held = (apart >= low) if high is None else (apart >= low) & (apart < high)
-    assert torch.equal(create_mask(found.mask_mod, None, None, rows, columns, device="cpu")[0, 0], held)
 
 
 def masks(rows: int, columns: int) -> dict[str, Tensor]:
@@ -315,13 +334,7 @@ def test_the_blocks_of_a_given_mask_are_those_of_torch(rows: int, columns: int, 
     mask = masks(rows, columns)[name]
     found = flex.shown_blocks(mask)
     expected = create_block_mask(found.mask_mod, len(mask), None, rows, columns, device="cpu")
-    assert found.seq_lengths == expected.seq_lengths
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        count = getattr(expected, f"{kind}_num_blocks")
-        assert torch.equal(getattr(found, f"{kind}_num_blocks"), count)
-        ours, theirs = (getattr(one, f"{kind}_indices") for one in (found, expected))
-        listed = torch.arange(ours.shape[-1]) < count[..., None]
-        assert torch.equal(ours[listed], theirs[listed])
+    assert_same_blocks(found, expected)
     assert torch.equal(create_mask(found.mask_mod, len(mask), None, rows, columns, device="cpu"), mask)
 
 
@@ -359,3 +372,17 @@ def test_a_settled_bias_by_two_calls_is_that_of_the_formula(settled: int, monkey
     grads = [torch.autograd.grad((out * weight).sum(), leaves) for out in (found, expected)]
     for ours, theirs in zip(*grads, strict=True):
         assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kernel", [flex.REGIONS, flex.CHUNK_REGIONS, flex.MASKED_REGIONS])
+@pytest.mark.parametrize("learned", [False, True])
+def test_regions_by_their_calls_are_those_of_the_formula(
+    learned: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls as they are written, in the trial of a GPU: compiled, they need one."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex, "_compiled", lambda function, device: function)
+    for length in (150, 300, 400):
+        errors = flex._errors_by_regions(kernel, "cpu", length, learned)
+        assert len(errors) == (1 + (7 if kernel == flex.CHUNK_REGIONS else 5) if learned else 1)
+        assert all(error < 1e-4 for error in errors)

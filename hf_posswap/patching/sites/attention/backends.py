@@ -12,11 +12,11 @@ gain.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,16 +27,23 @@ from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.blockwise import attend_by_distance, attend_made, by_line, seen_distances
+from hf_posswap.kernels.calls import Call, numbered_anew
 from hf_posswap.kernels.calls import attend as attend_calls
-from hf_posswap.kernels.calls import numbered_anew
 from hf_posswap.kernels.flex import (
+    CHUNK_REGIONS,
+    MASKED_REGIONS,
+    REGIONS,
+    SETTLED,
     ByDistance,
     NotCompiledError,
     Penalty,
+    attend_by_regions,
     attend_read,
     attend_settled,
     fits_flex,
-    fits_settled,
+    fits_joined,
+    past_blocks,
+    shown_blocks,
 )
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.merge import mergeable, region_calls
@@ -62,7 +69,7 @@ BACKENDS = {
     "row": "the bias as one number a key, in a fused kernel",
     "row_windowed": "the same, without the keys whose weight float32 cannot hold",
     "hankel": "the bias as one number a distance, in blocks of queries",
-    "flex": "the bias read from positions, in compiled flex_attention",
+    "flex": "the bias, or the region, read from positions in compiled flex_attention",
     "chunked": "the bias made for a few queries at a time",
     "merge": "fused calls, joined by their softmax sums",
     "plain": "the scores as the formula has them",
@@ -179,7 +186,7 @@ class Request:
             return False
         return not (is_fake(self.query) and holds_values(self.span.query))
 
-    @cached_property
+    @functools.cached_property
     def layout(self) -> Layout | None:
         """What is seen; None: segments do not tell it."""
         return self.find_layout()
@@ -275,6 +282,11 @@ def _hankel(request: Request, pieces: Pieces) -> Tensor:
 
 
 def _flex(request: Request, pieces: Pieces) -> Tensor:
+    if request.mechanism.splits:
+        numbers, blocks = request.shared(("region blocks", id(request.mask)), lambda: _region_blocks(request))
+        pairs = _turned(request, [pieces()[number] for number in numbers])
+        (value,) = as_attended(request.value)
+        return attend_by_regions(_regions_kernel(request), pairs, value, blocks, scaling=request.scaling)
     settled = request.mechanism.settles_at
     if settled is not None and _settles(request, settled):
         line = request.mechanism.distance_bias(torch.arange(settled + 1, device=request.query.device))  # [H, N]
@@ -287,18 +299,46 @@ def _flex(request: Request, pieces: Pieces) -> Tensor:
     )  # fmt: skip
 
 
-def _settles(request: Request, distance: int) -> bool:
-    """Return whether most keys of one whole text are at `distance` and more, where the bias is one number, on a GPU."""
-    length, keys = request.query.shape[2], request.key.shape[2]
-    if length != keys or length < LEAST_SETTLED * distance or not request.causal:
-        return False
-    layout = request.layout
-    if layout is None or layout.irregular or len(layout.regular) != 1:
+def _regions_kernel(request: Request) -> str:
+    if request.mask is not None:
+        return MASKED_REGIONS
+    return CHUNK_REGIONS if any(region.size > 1 for region in request.mechanism.regions or ()) else REGIONS
+
+
+def _region_blocks(request: Request) -> tuple[tuple[int, ...], tuple[BlockMask, ...]]:
+    """Return the regions that hold any pair, by their numbers, and the pairs of each as flex_attention takes them."""
+    layout, rows, columns = request.layout, request.span.query, request.span.key
+    segments = None if layout is None else (*layout.regular, *layout.irregular)
+    is_past = segments is not None and all(segment.distances[0] >= 0 for segment in segments)
+    regions = {n: region for n, region in enumerate(request.mechanism.regions or ())
+               if not (is_past and region.is_ahead)}  # fmt: skip
+    if request.mask is not None:
+        shown = request.mask[..., : request.key.shape[2]]
+        held = (region.holds(rows[:, None, :, None], columns[:, None, None]) for region in regions.values())
+        return tuple(regions), tuple(shown_blocks(shown & region) for region in held)
+    assert segments is not None, "chosen without being asked"
+    length, device, start = request.query.shape[2], request.query.device, segments[0].start
+    return tuple(regions), tuple(
+        past_blocks(length, length, device, max(region.low or 0, 0), region.high, size=region.size,
+                    start=0 if region.size == 1 else start)
+        for region in regions.values()
+    )  # fmt: skip
+
+
+def _is_one_text(request: Request) -> bool:
+    """Return whether queries and keys are one whole text, seen causally, whose positions rise by one."""
+    length, keys, layout = request.query.shape[2], request.key.shape[2], request.layout
+    if length != keys or not request.causal or layout is None or layout.irregular or len(layout.regular) != 1:
         return False
     (text,) = whole(request.query.shape[0], length, keys, causal=True)
-    if layout.regular[0]._replace(start=0) != text:
+    return layout.regular[0]._replace(start=0) == text
+
+
+def _settles(request: Request, distance: int) -> bool:
+    """Return whether most keys of one whole text are at `distance` and more, where the bias is one number, on a GPU."""
+    if request.query.shape[2] < LEAST_SETTLED * distance or not _is_one_text(request):
         return False
-    return fits_settled(request.query, request.key, request.value, learned=is_learned(request.mechanism))
+    return fits_joined(SETTLED, request.query, request.key, request.value, learned=is_learned(request.mechanism))
 
 
 def _chunked(request: Request, pieces: Pieces) -> Tensor:
@@ -327,26 +367,36 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
     numbers, calls = request.shared(
         ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
     )
-    queries, keys, (value,) = request.query.shape[2], request.key.shape[2], as_attended(request.value)
-    turned = {}  # regions may share their keys
-    pairs: list[tuple[Tensor, Tensor]] = []
-    out: Tensor | None = None
-    for index, piece in enumerate(all_pieces[number] for number in numbers):
-        if piece.key_identity not in turned:
-            (turned[piece.key_identity],) = as_attended(piece.rotate_key(request.key, 0, keys))
-        pair = as_attended(piece.rotate_query(request.query, 0, queries))[0], turned[piece.key_identity]
-        if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
-            own = tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == index)
-            part = attend_calls([pair], value, own, scaling=request.scaling)
-            out = part if out is None else out + part
-            turned.clear()
-        else:
-            pairs.append(pair)
-    if out is None:
-        out = attend_calls(pairs, value, calls, scaling=request.scaling)
+    (value,), taken = as_attended(request.value), [all_pieces[number] for number in numbers]
+    if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
+        parts = (
+            attend_calls(_turned(request, [piece]), value, _of_pair(calls, number), scaling=request.scaling)
+            for number, piece in enumerate(taken)
+        )
+        out = functools.reduce(torch.add, parts)
+    else:
+        out = attend_calls(_turned(request, taken), value, calls, scaling=request.scaling)
     for segment in division.rest:
         out = _with_split(request, out, segment, all_pieces)
     return out
+
+
+def _of_pair(calls: Sequence[Call], number: int) -> tuple[Call, ...]:
+    """Return the calls of the pair `number`, as those of an only one."""
+    return tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == number)
+
+
+def _turned(request: Request, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
+    """Return query [B, H, Q, D] and key [B, G, K, D], rotated for each piece; pieces may share their keys."""
+    queries, keys = request.query.shape[2], request.key.shape[2]
+    turned: dict[object, Tensor] = {}
+    pairs = []
+    for piece in pieces:
+        if piece.key_identity not in turned:
+            (turned[piece.key_identity],) = as_attended(piece.rotate_key(request.key, 0, keys))
+        (query,) = as_attended(piece.rotate_query(request.query, 0, queries))
+        pairs.append((query, turned[piece.key_identity]))
+    return pairs
 
 
 def _division(request: Request, name: str) -> Division:
@@ -416,8 +466,10 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
         ('row', 'row_windowed', 'hankel', 'flex', 'chunked', 'plain')
     """
     if mechanism.splits:
-        known = mechanism.splits_queries or (mechanism.regions is not None and mergeable(mechanism.regions))
-        return ("merge", "plain") if known else ("plain",)
+        if mechanism.splits_queries:
+            return ("merge", "plain")
+        known = mechanism.regions is not None and mergeable(mechanism.regions)
+        return ("merge", "flex", "plain") if known else ("plain",)
     if not mechanism.biases:
         return ()
     rows = ("row", "row_windowed") if mechanism.learns_slopes or mechanism.slopes is not None else ()
@@ -451,8 +503,9 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
         return True
     if name == "row_windowed" or request.pairs < MIN_QK_PAIRS:
         return False
-    if name == "flex":
-        return device_type(request.query) == "cuda" and request.pairs >= MIN_FLEX_QK_PAIRS
+    if name == "flex":  # regions are not worth half a minute of compiling, unless one asks for it
+        is_wanted = not request.mechanism.splits and device_type(request.query) == "cuda"
+        return is_wanted and request.pairs >= MIN_FLEX_QK_PAIRS
     if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
         return request.query.shape[0] * request.query.shape[1] * request.pairs >= LARGE_BIAS
     if name == "merge" and not request.mechanism.splits_queries:
@@ -472,6 +525,9 @@ def _applies(name: str, request: Request) -> bool:
         return False  # the fused calls give the numbers of keys no gradient
     if name == "flex":
         masked = request.mask is not None
+        if request.mechanism.splits:
+            known = _flex_reads(request) if masked else _is_one_text(request)
+            return known and fits_joined(_regions_kernel(request), request.query, request.key, request.value)
         if not (_flex_reads(request) if masked else request.span.is_prefill):
             return False
         settled = request.mechanism.settles_at
@@ -537,8 +593,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
             "row_windowed", "hankel", "flex", "chunked" or "merge" that one, at any length, and "plain" where it does
             not apply: all with dropout, for one query alone, in CUDA graphs and in graphs that are exported or of torch
             before 2.7 (2.9 on a GPU); all but "chunked" and "flex" where a mask leaves gaps between the keys that a
-            query sees, or positions jump; "flex" with a mask of numbers, and with gradients on a CPU; "row" and
-            "row_windowed" where learned slopes get gradients.
+            query sees, or positions jump; "flex" with a mask of numbers, with gradients on a CPU, and with regions on
+            a CPU at all, or where there is no mask but causality and positions jump; "row" and "row_windowed" where
+            learned slopes get gradients.
 
     Raises:
         NotPatchedError: the model carries no scheme inside attention.
@@ -578,6 +635,8 @@ def describe_backends(scheme: Scheme, geometry: Geometry) -> tuple[str, ...]:
 
 def _way(mechanism: Mechanism) -> str:
     names = [name for name in backends_of(mechanism) if name != "row_windowed"]
+    if names[0] == "merge":
+        names.remove("flex")  # which is for those who ask
     if names == ["plain"]:
         return f"plain: {BACKENDS['plain']}"
     rest = "chunked or plain" if "chunked" in names[1:] else "plain"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from hf_posswap import patch_model, set_backend
-from hf_posswap.kernels import row_bias
+from hf_posswap.kernels import flex, row_bias
 from hf_posswap.patching.sites.attention import backends
 from hf_posswap.schemes.mechanism import Mechanism
 from tests.patching.sites.attention.encoders import swapped_bert
@@ -290,6 +291,85 @@ def test_short_dtypes_err_no_more_than_the_formula(
     real = RIGHT.bool()
     ours, theirs = (float((one.double() - exact)[real].abs().mean()) for one in (found, plain))
     assert ours < 2 * theirs
+
+
+REGIONS = [entry[:2] for entry in WAYS if entry[2] == "merge"]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of a GPU that calls by regions took; the formula over the pairs of their blocks stands for these."""
+    called: list[str] = []
+
+    def by_pairs(kernel: str, pairs: Any, value: Tensor, blocks: Any, *, scaling: float) -> Tensor:
+        called.append(kernel)
+        share = pairs[0][0].shape[1] // value.shape[1]
+        batch, _, length, _ = pairs[0][0].shape
+        scores = torch.full((batch, pairs[0][0].shape[1], length, value.shape[2]), -torch.inf, dtype=value.dtype)
+        for (query, key), block_mask in zip(pairs, blocks, strict=True):
+            held = create_mask(block_mask.mask_mod, batch, None, length, value.shape[2], device="cpu")
+            assert scores.isneginf()[held.expand_as(scores)].all(), "no pair is in two regions"
+            scores = torch.where(held, query @ key.repeat_interleave(share, dim=1).mT * scaling, scores)
+        return scores.softmax(-1).nan_to_num(0.0) @ value.repeat_interleave(share, dim=1)
+
+    monkeypatch.setattr(backends, "attend_by_regions", by_pairs)
+    monkeypatch.setattr(backends, "fits_joined", lambda kernel, query, key, value: True)
+    return called
+
+
+@pytest.mark.parametrize("name", [*SITUATIONS, "one text", "one text from 5"])
+@pytest.mark.parametrize(("scheme", "options"), REGIONS, ids=str)
+def test_regions_by_flex_equal_the_formula(
+    scheme: str, options: dict[str, Any], name: str, kernels: list[str], taken: list[str]
+) -> None:
+    """Any mask of a GPU that shows or hides, and one whole text without any; what adds numbers is for the formula."""
+    whole = {"one text": {}, "one text from 5": {"position_ids": torch.arange(5, 5 + LENGTH)[None]}}
+    arguments = (SITUATIONS | whole)[name]
+    given = arguments.get("attention_mask", torch.ones_like(IDS))
+    for make in (llama, mistral):
+        model = swapped(make, scheme, options)
+        ids = IDS if name != "packed" else IDS[:1]
+        with torch.no_grad():
+            set_backend(model, "plain")
+            expected = model(ids, use_cache=False, **arguments).logits
+            taken.clear()
+            kernels.clear()
+            set_backend(model, "flex")
+            found = model(ids, use_cache=False, **arguments).logits
+        real = given.bool() if given.dim() == 2 else torch.ones_like(ids, dtype=torch.bool)
+        assert (found - expected)[real if name != "packed" else real[:1]].abs().max() < EXACT
+        assert set(taken) == ({"plain"} if given.is_floating_point() or _jumps(make, name) else {"flex"})
+        if "flex" in taken:
+            without_mask = flex.CHUNK_REGIONS if scheme == "dual_chunk" else flex.REGIONS
+            expected_kernel = without_mask if make is llama and name in whole else flex.MASKED_REGIONS
+            assert set(kernels) == {expected_kernel}
+
+
+def _jumps(make: Any, name: str) -> bool:
+    """Return whether rows stand at other positions where stock makes no mask."""
+    return make is llama and name == "rows from elsewhere"
+
+
+@pytest.mark.parametrize("model_name", [*MODELS])
+@pytest.mark.parametrize(("scheme", "options"), REGIONS, ids=str)
+def test_chunks_upon_a_cache_by_flex_equal_the_whole(
+    scheme: str, options: dict[str, Any], model_name: str, kernels: list[str], taken: list[str]
+) -> None:
+    model, cache, logits = swapped(MODELS[model_name], scheme, options), None, []
+    with torch.no_grad():
+        arguments = {"attention_mask": LEFT, "position_ids": counted(LEFT)}
+        expected = by_formula(model, lambda: model(IDS, use_cache=False, **arguments).logits)
+        set_backend(model, "flex")
+        taken.clear()
+        for part in torch.arange(LENGTH).split(15):
+            seen = LEFT[:, : int(part[-1]) + 1]
+            given = {"attention_mask": seen, "position_ids": counted(LEFT)[:, part], **with_cache(model, cache)}
+            out = model(IDS[:, part], **given, use_cache=True)
+            cache = cache_in(out)
+            logits.append(out.logits)
+    assert set(taken) == {"flex"}
+    assert set(kernels) == {flex.MASKED_REGIONS}
+    assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < EXACT
 
 
 def test_what_a_padding_query_gets_is_what_stock_sdpa_gives_it() -> None:
