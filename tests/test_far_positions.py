@@ -78,6 +78,7 @@ SAME_EVERYWHERE: dict[str, tuple[str, dict[str, Any], Thetas]] = {
         [theta / divisor for theta, divisor in zip(PLAIN, LONG, strict=True)],
     ),
     "p_rope": ("p_rope", {"p": 0.5}, PLAIN[:4] + [0.0] * 4),
+    "cope": ("cope", {"faded": 3}, PLAIN[:6] + [PLAIN[6] / 2, 0.0]),
     "resonance": ("resonance", {}, whole_waves(PLAIN)),
     "resonance_yarn": ("resonance_yarn", {"factor": 5.0}, whole_waves(yarn(5.0))),
 }
@@ -155,6 +156,10 @@ PARTS: dict[str, tuple[dict[str, Any], list[tuple[Place, Place]]]] = {
     "leaky_rerope": (
         {"window": W, "slowdown": SLOW},
         [(lambda i: i, lambda j: j), (lambda i: (i - W) / SLOW + W, lambda j: j / SLOW)],
+    ),
+    "string": (
+        {"shift": W, "local": LOCAL},
+        [(lambda i: i, lambda j: j), (lambda i: i - W + LOCAL, lambda j: j)],
     ),
     "dual_chunk": (
         {"chunk": CHUNK, "local": LOCAL},

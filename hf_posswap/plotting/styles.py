@@ -64,7 +64,7 @@ BASE, CONTROL = 0, 1
 """The numbers of a base and of a control, which have no scheme."""
 _SCHEMES = (
     "rope alibi yarn ntk sinusoidal nope linear t5 self_extend learned kerple llama3 ntk_by_parts dynamic p_rope "
-    "rerope dual_chunk fire xpos leaky_rerope longrope alibi_interpolated t5_random learned_interpolated"
+    "rerope dual_chunk fire xpos leaky_rerope longrope alibi_interpolated t5_random learned_interpolated string cope"
 ).split()
 """Schemes by style, those that are often drawn together first."""
 

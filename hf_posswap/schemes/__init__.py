@@ -52,8 +52,8 @@ from hf_posswap.schemes.learned import Learned, Learned2D
 from hf_posswap.schemes.learned_bias import Fire, Kerple, T5Bias
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.nope import NoPE
-from hf_posswap.schemes.p_rope import PRope
-from hf_posswap.schemes.piecewise import DualChunk, LeakyReRope, ReRope, SelfExtend
+from hf_posswap.schemes.p_rope import Cope, PRope
+from hf_posswap.schemes.piecewise import DualChunk, LeakyReRope, ReRope, SelfExtend, String
 from hf_posswap.schemes.rope import Rope, Rope2D, RotaryMechanism, RotaryScheme
 from hf_posswap.schemes.scaled import Linear, Llama3, NTKByParts, Resonance, ResonanceYarn, ScaledRotary, Yarn
 from hf_posswap.schemes.sinusoidal import Sinusoidal, Sinusoidal2D
@@ -66,6 +66,7 @@ __all__ = [
     "Alibi",
     "Alibi2D",
     "Blend",
+    "Cope",
     "DistanceMechanism",
     "DualChunk",
     "Dynamic",
@@ -101,6 +102,7 @@ __all__ = [
     "SelfExtend",
     "Sinusoidal",
     "Sinusoidal2D",
+    "String",
     "Sum",
     "T5Bias",
     "TableScheme",

@@ -1,7 +1,8 @@
-"""p-RoPE: only some pairs rotate, at RoPE's own frequencies.
+"""Pairs that turn more slowly or not at all, the others at RoPE's own frequencies: p-RoPE and CoPE.
 
-Barbero et al. 2024, https://arxiv.org/abs/2410.06205, section 6.1; the other selections are those of MHA2MLA, Ji et
-al. 2025, https://arxiv.org/abs/2502.14837, section 3.1.
+p-RoPE: Barbero et al. 2024, https://arxiv.org/abs/2410.06205, section 6.1; the other selections are those of MHA2MLA,
+Ji et al. 2025, https://arxiv.org/abs/2502.14837, section 3.1. CoPE: Li et al. 2026, https://arxiv.org/abs/2602.05258;
+the weights as in its code (https://github.com/hrlics/CoPE).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import CosSin, default_inv_freq
 from hf_posswap.schemes.base import SCHEMES, Scheme, Traits
 from hf_posswap.schemes.common import checks
-from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme
+from hf_posswap.schemes.rope import OwnRotary, RotaryMechanism, RotaryScheme
 
 BEST_P = 0.75
 """The share that was the paper's best."""
@@ -142,6 +143,66 @@ class PRope(RotaryScheme):
         # stock rounds p R / 2 down in floats; where that loses a pair, use the middle of the right interval
         share = self.p if self.p is not None and int(self.p * width // 2) == kept else min(1.0, (2 * kept + 1) / width)
         return {"rope_type": "proportional", "rope_theta": self.filled("base"), "partial_rotary_factor": share}
+
+
+@SCHEMES.register("cope")
+@dataclass(frozen=True)
+class Cope(OwnRotary):
+    """CoPE, clipped RoPE: the angles of the last n pairs, k = 0..n-1, times (1 + cos(pi k/(n - 1)))/2: from 1 to 0.
+
+    The slowest pairs do not complete a turn within the length of training, so that a longer text meets angles that they
+    have never had. Cut off at once (that is `p_rope`), they leave ripples over all distances; faded out, they do not.
+    The angles are the model's own, its scaling included, unless `base` is given: the paper trains with a larger base.
+    It has nothing to do with contextual position encoding (arXiv 2405.18719), which is called CoPE too.
+
+    The last pair's angle is 1e-20 of its own instead of none, so that a stock config can hold it in a list of divisors:
+    its sine is lost in the rounding of float32 at every position below 10^12.
+
+    Attributes:
+        faded: n, in pairs, at least 2; None takes 5/16 of them: the paper's 20 of the 64 of Llama 3 8B.
+
+    Example:
+        >>> from hf_posswap.geometry import Geometry
+        >>> shape = Geometry(8, 1, 1, head_dim=8, num_layers=1, original_length=16, causal=True)
+        >>> Cope(faded=3).resolve(shape, None).angles(shape).inv_freq.round(decimals=4)
+        tensor([1.0000, 0.1000, 0.0050, 0.0000])
+    """
+
+    name: ClassVar[str] = "cope"
+    summary: ClassVar[str] = "CoPE: clipped RoPE, whose slowest pairs fade out"
+    source: ClassVar[str] = "https://arxiv.org/abs/2602.05258"
+
+    faded: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.faded is not None:
+            checks.whole(self.name, "faded", self.faded, minimum=2, maximum=_MOST_PAIRS)
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, training_free=False)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        pairs = resolved.rotary_dim(geometry) // 2
+        faded = max(2, round(pairs * 5 / 16)) if self.faded is None else self.faded
+        if faded > pairs:
+            raise SchemeError(f"{self.name}: faded={faded}, and this model has {pairs} rotary pairs; give fewer.")
+        return dataclasses.replace(resolved, faded=faded)
+
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        plain = super().theta(geometry, length, dtype)
+        faded = self.filled("faded")
+        weights = (1 + torch.linspace(0.0, math.pi, faded, dtype=torch.float64, device="cpu").cos()) / 2
+        return torch.cat((plain[:-faded], plain[-faded:] * weights.clamp(min=LEAST_WEIGHT).to(dtype)))
+
+    def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
+        return self.native_list(geometry)
+
+
+LEAST_WEIGHT = 1e-20
+"""Of an angle that is to be none."""
 
 
 class HeadwiseMechanism(RotaryMechanism):

@@ -1,4 +1,4 @@
-"""Training-free extensions that treat near keys and far keys differently: Self-Extend, ReRoPE, dual chunk attention.
+"""Training-free schemes that treat near and far keys differently: Self-Extend, ReRoPE, dual chunk attention, STRING.
 
 Near pairs keep the angles that the model was trained with; far pairs get distances that occurred in training. The
 schemes differ in where the border lies and in the positions that each side gets.
@@ -6,7 +6,8 @@ schemes differ in where the border lies and in the positions that each side gets
 Self-Extend: Jin et al. 2024, https://arxiv.org/abs/2401.01325, equations 3 and 4. ReRoPE and Leaky ReRoPE: Su 2023,
 https://kexue.fm/archives/9708 (both), https://kexue.fm/archives/9731 (log scaling). Dual chunk attention: An et al.
 2024, https://arxiv.org/abs/2402.17463, section 3; chunk and window as the authors' code has them
-(https://github.com/HKUNLP/ChunkLlama, whose first version took L/16 for the window).
+(https://github.com/HKUNLP/ChunkLlama, whose first version took L/16 for the window). STRING: An et al. 2024,
+https://arxiv.org/abs/2410.18745, section 4; sizes as in its code (https://github.com/HKUNLP/STRING).
 
 The released code of ReRoPE (https://github.com/bojone/rerope) always scales queries by the logarithm of their position,
 with L = 4096; here that is `log_scaling`, off by default, with the L of the model. Its window is 512 and its slowdown
@@ -27,11 +28,11 @@ from torch import Tensor
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.merge import Region
-from hf_posswap.rope_math import CosSin, cos_sin, default_inv_freq, groups_of, rotate, widest
+from hf_posswap.rope_math import CosSin, cos_sin, groups_of, rotate, widest
 from hf_posswap.schemes.base import SCHEMES, Traits
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.common.piece import Keys, LateCosSin, LateTable, Piece, side_by_side
-from hf_posswap.schemes.rope import RotaryMechanism, RotaryScheme, own_theta
+from hf_posswap.schemes.rope import OwnRotary, RotaryMechanism
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Far(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piecewise(RotaryScheme):
+class Piecewise(OwnRotary):
     """Rotary attention in regions. Angles are the model's own, its scaling included, unless `base` is given.
 
     The papers have no keys later than their query. Where a mask shows one (a bidirectional prefix, the tokens of an
@@ -91,24 +92,7 @@ class Piecewise(RotaryScheme):
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         resolved = super().resolve(geometry, max_length)
-        if resolved.base is None and geometry.base is not None and geometry.frequencies is None:
-            raise SchemeError(
-                f"{self.name}: the model's own angles follow the length of its input, so they cannot be kept; give "
-                "base= (theta) for plain angles."
-            )
         return dataclasses.replace(resolved, original_length=self.original_length or geometry.original_length)
-
-    def _model_base(self, geometry: Geometry) -> float | None:
-        own_width = self.partial is None or round(geometry.head_dim * self.partial) == geometry.rotary_dim
-        return self.base if geometry.base is not None and own_width else super()._model_base(geometry)
-
-    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if self.base is None:
-            return own_theta(geometry, dtype)
-        return default_inv_freq(self.base, self.rotary_dim(geometry), dtype)
-
-    def attention_scaling(self, geometry: Geometry) -> float:
-        return geometry.attention_factor if self.base is None else 1.0
 
     def region_positions(self) -> tuple[RegionPositions, ...]:
         """Return the regions of a resolved scheme; each pair belongs to one. The last copy is that of far keys."""
@@ -493,3 +477,96 @@ class DualChunk(Piecewise):
             RegionPositions(lambda i: (i % size - size).clamp(min=least), None, Region(size, -1, 0)),
             RegionPositions(lambda i: torch.full_like(i, max(-size, least)), None, Region(size, None, -1)),
         )
+
+
+@SCHEMES.register("string")
+@dataclass(frozen=True)
+class String(Piecewise):
+    """STRING: distance i - j below S, else i - j - S + W: the rarest, largest distances of training are not used.
+
+    A model has seen few pairs that are almost a whole window apart, and reads less of them than its length promises.
+    So this changes what a model reads *inside* its window, without training; beyond it reaches L + S - W tokens. Keys
+    have their own positions, so their rotation is final when they are cached. For a key later than its query, which
+    the paper does not have but a mask may show: i - j where j - i < S, else i - j + S - W.
+
+    The released code also multiplies cos and sin by 0.1 ln 2 + 1 = 1.0693; that is `attention_factor`, 1 by default. It
+    counts pairs at distance S twice, once on either side; here they are far ones.
+
+    Attributes:
+        shift: S, distances below which are exact, less than L; None takes L/3, or more where max_length needs it. The
+            authors recommend L/4 to 2L/5.
+        local: W, the distance of a pair that is S apart, at most S; None takes 128, or S/2 where that is less. The
+            authors recommend 128 to 512.
+        attention_factor: factor on cos and sin, beside the model's own.
+
+    Example:
+        >>> from hf_posswap.geometry import Geometry
+        >>> shape = Geometry(8, 1, 1, head_dim=8, num_layers=1, original_length=8192, causal=True)
+        >>> string = String().resolve(shape, None)
+        >>> string.shift, string.local, string.reach(shape)
+        (2730, 128, 10794)
+    """
+
+    name: ClassVar[str] = "string"
+    summary: ClassVar[str] = "STRING: far distances shifted back into those that training has seen often"
+    source: ClassVar[str] = "https://arxiv.org/abs/2410.18745"
+
+    shift: int | None = None
+    local: int | None = None
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("shift", "local"):
+            if getattr(self, field) is not None:
+                checks.length(self.name, field, getattr(self, field))
+        factor = checks.number(self.name, "attention_factor", self.attention_factor, above=0.0)
+        object.__setattr__(self, "attention_factor", factor)
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        original, shift = resolved.filled("original_length"), self.shift
+        if shift is None:
+            beyond = 0 if max_length is None else max_length - original
+            needed = beyond + (min(LOCAL, beyond - 1) if self.local is None else self.local)
+            shift = max(1, original // 3, min(original - 1, needed))
+        local = min(LOCAL, max(1, shift // 2)) if self.local is None else self.local
+        if not local <= shift < original:
+            raise SchemeError(
+                f"{self.name}: needs local <= shift < original length, got local={local}, shift={shift} and an "
+                f"original length of {original} tokens."
+            )
+        resolved = dataclasses.replace(resolved, shift=shift, local=local)
+        if max_length is not None and resolved.reach(geometry) < max_length:
+            raise SchemeError(
+                f"{self.name}: shift {shift} and local {local} reach {resolved.reach(geometry)} tokens, but max_length "
+                f"is {max_length}; give a larger shift, less than {original}, or use 'self_extend' for more than twice "
+                "the original length."
+            )
+        return resolved
+
+    @property
+    def exact_below(self) -> int | None:
+        return self.shift
+
+    def reach(self, geometry: Geometry) -> int:
+        return self.filled("original_length") + self.filled("shift") - self.filled("local")
+
+    def attention_scaling(self, geometry: Geometry) -> float:
+        return super().attention_scaling(geometry) * self.attention_factor
+
+    def cached_key(self, positions: Tensor) -> Tensor:
+        return positions
+
+    def region_positions(self) -> tuple[RegionPositions, ...]:
+        shift = self.filled("shift")
+        back = shift - self.filled("local")
+        return (
+            RegionPositions(itself, None, Region(1, 1 - shift, shift)),
+            RegionPositions(lambda i: i - back, None, Region(1, shift, None)),
+            RegionPositions(lambda i: i + back, None, Region(1, None, 1 - shift)),
+        )
+
+
+LOCAL = 128
+"""The authors' W, in tokens."""

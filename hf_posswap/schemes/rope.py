@@ -298,6 +298,32 @@ def _are_of_the_base(geometry: Geometry) -> bool:
     return default_inv_freq(geometry.base, 2 * len(geometry.frequencies)).tolist() == list(geometry.frequencies)
 
 
+@dataclass(frozen=True)
+class OwnRotary(RotaryScheme):
+    """Base of rotary schemes whose angles are the model's own, its scaling included, unless `base` is given."""
+
+    def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
+        resolved = super().resolve(geometry, max_length)
+        if resolved.base is None and geometry.base is not None and geometry.frequencies is None:
+            raise SchemeError(
+                f"{self.name}: the model's own angles follow the length of its input, so they cannot be kept; give "
+                "base= (theta) for plain angles."
+            )
+        return resolved
+
+    def _model_base(self, geometry: Geometry) -> float | None:
+        own_width = self.partial is None or round(geometry.head_dim * self.partial) == geometry.rotary_dim
+        return self.base if geometry.base is not None and own_width else super()._model_base(geometry)
+
+    def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self.base is None:
+            return own_theta(geometry, dtype)
+        return default_inv_freq(self.base, self.rotary_dim(geometry), dtype)
+
+    def attention_scaling(self, geometry: Geometry) -> float:
+        return geometry.attention_factor if self.base is None else 1.0
+
+
 @SCHEMES.register("rope_2d")
 @dataclass(frozen=True)
 class Rope2D(Scheme):

@@ -23,7 +23,7 @@ IDS = words(2, LENGTH)
 TABLES = ["gpt2", "opt", "bert", "bert (is_decoder)", "roberta"]
 ROTARY = [name for name in TINY if name not in (*TABLES, TOY_MODEL)]
 SCALED = ["linear", "ntk", "ntk_by_parts", "yarn", "llama3", "dynamic"]
-NATIVE = [*SCALED, "longrope", "p_rope", "resonance", "resonance_yarn", "nope"]
+NATIVE = [*SCALED, "longrope", "p_rope", "cope", "resonance", "resonance_yarn", "nope"]
 
 globals().update(as_tests(traits))  # a test for each point
 

@@ -27,7 +27,7 @@ from hf_posswap.schemes import (
     make_scheme,
     schemes_for,
 )
-from hf_posswap.schemes.piecewise import Piecewise
+from hf_posswap.schemes.rope import OwnRotary
 
 Geometries = Callable[..., Geometry]
 Examples = Callable[..., Scheme]
@@ -94,7 +94,7 @@ def test_resolving_fills_every_parameter_from_the_model(
     scheme = example(name, shape).resolve(shape, None)
     assert isinstance(scheme, RotaryScheme)
     assert (scheme.layout, scheme.rotary_dim(shape)) == (layout or "half", rotary_dim or 16)
-    keeps_angles = isinstance(scheme, Piecewise) and shape.frequencies is not None
+    keeps_angles = isinstance(scheme, OwnRotary) and shape.frequencies is not None
     assert scheme.base == (10000.0 if layout is None else None if keeps_angles else 77.0)
     still_open = {f.name for f in dataclasses.fields(scheme) if getattr(scheme, f.name) is None}
     assert still_open <= {

@@ -1,4 +1,4 @@
-"""p-RoPE against transformers' "proportional", and the other selections against MHA2MLA's sets."""
+"""p-RoPE against transformers' "proportional" and MHA2MLA's sets, CoPE against its formula and stock "longrope"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_posswap import patch_model, swap_plan, verify_swap
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
-from hf_posswap.schemes import PRope, make_scheme
+from hf_posswap.schemes import Cope, PRope, make_scheme
 from tests.schemes.small import llama
 from tests.stock import cache_in, with_cache
 
@@ -212,3 +212,41 @@ def test_lists_that_do_not_fit_the_model_are_refused(geometry: Geometries) -> No
         PRope(select=[0, 8]).resolve(geometry(), None)
     with pytest.raises(SchemeError, match="select has 3 lists, and this model has 4 key heads; give one list a key"):
         PRope(select=[[0], [1], [2]]).resolve(geometry(), None)
+
+
+@given(dim=WIDTHS, base=st.sampled_from([10000.0, 500000.0, 1e7]), data=st.data())
+def test_cope_fades_the_slowest_pairs_out_and_stock_computes_the_same(
+    geometry: Geometries, dim: int, base: float, data: Any
+) -> None:
+    pairs = dim // 2
+    faded = data.draw(st.integers(2, pairs))
+    shape = geometry(head_dim=dim)
+    scheme = Cope(base=base, faded=faded).resolve(shape, None)
+    ours = scheme.angles(shape)
+    expected = [base ** (-2 * i / dim) for i in range(pairs)]
+    for k in range(faded):  # cos^2 of half the angle: the weight written otherwise
+        expected[pairs - faded + k] *= math.cos(math.pi * k / (faded - 1) / 2) ** 2
+    assert ours.inv_freq.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-19)
+    config = llama(
+        head_dim=dim, max_position_embeddings=shape.original_length, rope_parameters=scheme.native_rope(shape)
+    )
+    for length in (None, 10 * shape.original_length):
+        theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
+        assert theirs.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-19)
+        assert factor == 1.0
+
+
+def test_cope_fades_the_paper_s_share_of_the_model_s_own_angles(geometry: Geometries) -> None:
+    shape = geometry(head_dim=128)
+    assert Cope().resolve(shape, None).faded == 20
+    own = tuple(0.9**i for i in range(8))
+    scaled = geometry(head_dim=16, rotary_dim=16, base=10000.0, frequencies=own, attention_factor=1.25)
+    angles = Cope().resolve(scaled, None).angles(scaled)
+    assert angles.inv_freq.tolist() == pytest.approx([*own[:7], 0.0])  # of two pairs the first keeps its angle
+    assert angles.attention_factor == 1.25
+
+
+@pytest.mark.parametrize(("faded", "says"), [(1, "faded must be a whole number from 2"), (9, "has 8 rotary pairs")])
+def test_cope_refuses_what_it_cannot_fade(geometry: Geometries, faded: int, says: str) -> None:
+    with pytest.raises(SchemeError, match=says):
+        Cope(faded=faded).resolve(geometry(head_dim=16), None)

@@ -49,13 +49,14 @@ NUMBERS: dict[str, tuple[str, list[float]]] = {
 WHOLES: dict[str, tuple[int, int]] = {
     "every": (2, 2**16),
     "group": (2, 2**31),
+    "faded": (2, 2**20),
     "original_positions": (0, 2**31),
     "num_buckets": (2, 4096),
     "max_distance": (1, 2**20),
     "width": (1, 4096),
     "seed": (0, 2**63 - 1),
 }
-LENGTHS = ["original_length", "centre", "window", "chunk", "local", "pin", "step"]
+LENGTHS = ["original_length", "centre", "window", "chunk", "shift", "local", "pin", "step"]
 LISTS = {"short_factor": "> 0", "long_factor": "> 0", "frequencies": ">= 0", "slopes": ">= 0", "r1": "> 0", "r2": "> 0"}
 """Lists with a number for each pair, or head, and the bound of their entries."""
 CHOICES: dict[str, list[str]] = {

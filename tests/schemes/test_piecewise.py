@@ -18,7 +18,7 @@ from hf_posswap.errors import SchemeError
 from hf_posswap.patching.sites.attention import split_attention as site
 from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.rope_math import rotate
-from hf_posswap.schemes import DualChunk, Dynamic, LeakyReRope, ReRope, SelfExtend
+from hf_posswap.schemes import DualChunk, Dynamic, LeakyReRope, ReRope, SelfExtend, String
 from tests.schemes.small import geometry
 
 Relative = Callable[[int, int], float]
@@ -36,6 +36,11 @@ def rerope(window: int) -> Relative:
 
 def leaky(window: int, slowdown: float) -> Relative:
     return lambda i, j: math.copysign(min(abs(i - j), window) + max(abs(i - j) - window, 0) / slowdown, i - j)
+
+
+def string(shift: int, local: int) -> Relative:
+    """Section 4 of the paper: distances from S on, S - W shorter."""
+    return lambda i, j: i - j if abs(i - j) < shift else math.copysign(abs(i - j) - shift + local, i - j)
 
 
 def dual_chunk(chunk: int, local: int) -> Relative:
@@ -127,6 +132,9 @@ CASES = [
     (LeakyReRope(original_length=16, window=4, slowdown=2.5), leaky(4, 2.5)),
     (DualChunk(original_length=16), dual_chunk(12, 2)),
     (DualChunk(original_length=16, chunk=9, local=7), dual_chunk(9, 7)),
+    (String(original_length=64), string(21, 10)),
+    (String(original_length=48, shift=7, local=7), string(7, 7)),
+    (String(original_length=48, shift=9, local=1), string(9, 1)),
 ]
 
 
@@ -306,12 +314,27 @@ def test_the_models_own_scaled_angles_are_kept() -> None:
         (LeakyReRope(window=8, slowdown=2), 64, r"window 8 and slowdown 2 reach 56 tokens, but max_length is 64"),
         (DualChunk(chunk=32), None, r"needs local < chunk < original length, got local=4, chunk=32 .* 32 tokens"),
         (DualChunk(chunk=8, local=8), None, r"needs local < chunk"),
+        (String(shift=8, local=9), None, r"needs local <= shift < original length, got local=9, shift=8 .* 32 tokens"),
+        (String(shift=32), None, r"needs local <= shift < original length, got local=16, shift=32 .* 32 tokens"),
+        (String(shift=8, local=4), 37, r"reach 36 tokens, but max_length is 37; give a larger shift, less than 32, or"),
+        (String(), 64, r"shift 31 and local 15 reach 48 tokens, but max_length is 64; .* use 'self_extend'"),
         (ReRope(original_length=1, log_scaling=True), None, r"window must be less than the original length, 1 "),
     ],
 )
 def test_what_cannot_be_is_refused(scheme: Any, max_length: int | None, message: str) -> None:
     with pytest.raises(SchemeError, match=message):
         scheme.resolve(geometry(original_length=32, head_dim=8), max_length)
+
+
+def test_string_takes_the_sizes_that_a_length_needs() -> None:
+    shape = geometry(original_length=8192, head_dim=8, base=1e4, rotary_dim=8, frequencies=(1.0, 0.1, 0.01, 0.001),
+                     attention_factor=1.5)  # fmt: skip
+    inside = String().resolve(shape, None)
+    assert (inside.shift, inside.local, inside.reach(shape)) == (8192 // 3, 128, 8192 + 8192 // 3 - 128)
+    beyond = String().resolve(shape, 12_000)
+    assert (beyond.shift, beyond.local, beyond.reach(shape)) == (12_000 - 8192 + 128, 128, 12_000)
+    sharper = String(attention_factor=1.2).resolve(shape, None).angles(shape).attention_factor
+    assert sharper == pytest.approx(1.5 * 1.2)
 
 
 def test_angles_that_follow_the_length_are_none_to_keep() -> None:

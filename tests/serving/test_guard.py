@@ -33,7 +33,7 @@ from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, build
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"fire", "kerple", "t5", "dual_chunk", "leaky_rerope", "rerope", "self_extend"}
+OWN = {"fire", "kerple", "t5", "dual_chunk", "leaky_rerope", "rerope", "self_extend", "string"}
 FOLLOWING = {"dynamic", "longrope"}
 
 

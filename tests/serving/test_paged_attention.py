@@ -204,6 +204,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "rerope": ("llama", "rerope", {"log_scaling": True}, {}),
     "leaky_rerope": ("llama", "leaky_rerope", {}, {}),
     "dual_chunk": ("llama", "dual_chunk", {}, {}),
+    "string": ("llama", "string", {}, {}),
     "kerple": ("llama", "kerple", {}, {}),
     "fire": ("gpt_neox", "fire", {}, {}),
     "t5": ("opt", "t5", {"init_std": 1.0}, {}),

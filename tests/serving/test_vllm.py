@@ -93,6 +93,7 @@ EXACT: dict[str, Case] = {
     "rerope": ("llama", "rerope", {"log_scaling": True} | LONG, {}),
     "leaky_rerope": ("llama", "leaky_rerope", LONG, {}),
     "dual_chunk": ("llama", "dual_chunk", LONG, {}),
+    "string": ("llama", "string", {}, {}),
     "qwen2 dual_chunk": ("qwen2", "dual_chunk", LONG, {}),
     "sliding self_extend": ("mistral", "self_extend", {"window": 6} | LONG, {}),
     "kerple": ("llama", "kerple", LONG, {}),

@@ -152,6 +152,13 @@ WORKS: dict[str, Work] = {
         "Round and Round We Go! What makes Rotary Positional Encodings useful?",
         2024,
     ),
+    "https://arxiv.org/abs/2410.18745": Work(
+        "an2024string",
+        "An, Chenxin and Zhang, Jun and Zhong, Ming and Li, Lei and Gong, Shansan and Luo, Yao and Xu, Jingjing and "
+        "Kong, Lingpeng",
+        "Why Does the Effective Context Length of LLMs Fall Short?",
+        2024,
+    ),
     "https://arxiv.org/abs/2501.18795": Work(
         "yang2025ropetonope",
         "Yang, Bowen and Venkitesh, Bharat and Talupuru, Dwarak and Lin, Hangyu and Cairuz, David and Blunsom, Phil "
@@ -164,6 +171,12 @@ WORKS: dict[str, Work] = {
         "Gelberg, Yoav and Eguchi, Koshi and Akiba, Takuya and Cetin, Edoardo",
         "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings",
         2025,
+    ),
+    "https://arxiv.org/abs/2602.05258": Work(
+        "li2026cope",
+        "Li, Haoran and Ren, Sucheng and Yuille, Alan and Wang, Feng",
+        "CoPE: Clipped RoPE as A Scalable Free Lunch for Long Context LLMs",
+        2026,
     ),
     "https://kexue.fm/archives/9708": Work("su2023rerope", "Su, Jianlin", "Rectified Rotary Position Embeddings", 2023),
 }

@@ -147,8 +147,8 @@ _FIXED = "alibi, xpos, rnope and other swaps that turn each key once; GPT-2 and 
 
 
 _OWN = (
-    "self_extend, rerope, leaky_rerope, dual_chunk, kerple, fire, t5, alibi with learned slopes, layers of these; "
-    "dynamic and longrope with follow='query'"
+    "self_extend, rerope, leaky_rerope, dual_chunk, string, kerple, fire, t5, alibi with learned slopes, layers of "
+    "these; dynamic and longrope with follow='query'"
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_dispatch import PrivateRandomness
-from hf_posswap.errors import OptionError
+from hf_posswap.errors import OptionError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Learned, Scheme, Sum, TableScheme
@@ -94,7 +95,7 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometr
 def shown(
     scheme: Scheme, geometry: Geometry, *, factor: float = 4.0, name: str | None = None, old: Tensor | None = None
 ) -> Shown:
-    """Return `scheme` in the shape `geometry`, resolved for `factor` times its length.
+    """Return `scheme` in the shape `geometry`, resolved for `factor` times its length, or as far as it reaches.
 
     Args:
         scheme: resolved or not; its own `factor` is kept if set.
@@ -118,13 +119,15 @@ def shown(
         raise OptionError(f"{scheme.name} is for images, but these pictures show positions in a text.")
     length = round(geometry.original_length * factor)
     whole = _with_native(scheme, geometry, old)
-    return Shown(
-        name or (str(scheme) if isinstance(scheme, Sum) else scheme.name),
-        whole.resolve(geometry, length),
-        geometry,
-        length,
-        old,
-    )
+    try:
+        resolved = whole.resolve(geometry, length)
+    except SchemeError:
+        with suppress(SchemeError):
+            resolved = whole.resolve(geometry, None)
+            if geometry.original_length <= (reach := resolved.reach(geometry) or 0) < length:
+                return Shown(name or whole.name, resolved, geometry, reach, old)
+        raise
+    return Shown(name or (str(scheme) if isinstance(scheme, Sum) else scheme.name), resolved, geometry, length, old)
 
 
 def _with_native(scheme: Scheme, geometry: Geometry, old: Tensor | None) -> Scheme:
@@ -143,6 +146,10 @@ def _with_native(scheme: Scheme, geometry: Geometry, old: Tensor | None) -> Sche
     return scheme.with_native(Learned() if geometry.base is None else own_rope(scheme.name, geometry))
 
 
+_NO_TURN = 1e15
+"""Tokens: a pair that takes longer for a turn stands for one that does not rotate, as the last of CoPE."""
+
+
 def wavelengths(subject: Shown) -> Tensor:
     """Return the tokens in which each rotary pair completes a turn, 2 pi / theta_i, [R/2]; inf if it does not rotate.
 
@@ -153,7 +160,8 @@ def wavelengths(subject: Shown) -> Tensor:
     """
     scheme = cast(RotaryScheme, subject.scheme)
     length = torch.tensor([subject.length]) if scheme.length_dependent else None
-    return 2 * math.pi / scheme.angles(subject.geometry, length).exact.flatten()
+    tokens = 2 * math.pi / scheme.angles(subject.geometry, length).exact.flatten()
+    return tokens.masked_fill(tokens > _NO_TURN, math.inf)
 
 
 def never_turn(subject: Shown, tokens: int) -> int:

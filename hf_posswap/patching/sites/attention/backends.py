@@ -636,7 +636,7 @@ def describe_backends(scheme: Scheme, geometry: Geometry) -> tuple[str, ...]:
 def _way(mechanism: Mechanism) -> str:
     names = [name for name in backends_of(mechanism) if name != "row_windowed"]
     if names[0] == "merge":
-        names.remove("flex")  # which is for those who ask
+        names = [name for name in names if name != "flex"]  # which is for those who ask
     if names == ["plain"]:
         return f"plain: {BACKENDS['plain']}"
     rest = "chunked or plain" if "chunked" in names[1:] else "plain"

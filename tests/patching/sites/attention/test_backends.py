@@ -36,6 +36,7 @@ WAYS = [
     ("fire", {}, "chunked"),
     *((name, {}, "merge") for name in ("self_extend", "rerope", "leaky_rerope", "dual_chunk")),
     ("rerope", {"log_scaling": True}, "merge"),
+    ("string", {"original_length": 128}, "merge"),
     *((Blend(new=Alibi(), weight=0.5), {}, way) for way in ("row", "hankel", "chunked")),
     (PerLayer(layers={0: "alibi", 1: "self_extend"}), {}, "row"),
     (PerLayer(layers={0: "t5", 1: "dual_chunk"}), {}, "merge"),
@@ -389,7 +390,7 @@ def test_what_each_scheme_has() -> None:
         ways[scheme] = backends_of(mechanism)
     t5 = ("hankel", "flex", "chunked", "plain")
     assert ways == {
-        "rope": (), "fire": ("chunked", "plain"), "dual_chunk": ("merge", "plain"), "t5": t5,
+        "rope": (), "fire": ("chunked", "plain"), "dual_chunk": ("merge", "flex", "plain"), "t5": t5,
     }  # fmt: skip
     assert backends_of(NoPE(logit_scale=0.1, original_length=8).mechanism(None)) == ()  # type: ignore[arg-type]
 

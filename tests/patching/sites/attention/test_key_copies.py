@@ -144,7 +144,7 @@ def test_a_step_rotates_no_far_key(
         assert set(tokens) == {2}  # the new key alone, by both tables at once
 
 
-EVERY = [*SCHEMES, ("dual_chunk", {})]
+EVERY = [*SCHEMES, ("dual_chunk", {}), ("string", {"original_length": 128})]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

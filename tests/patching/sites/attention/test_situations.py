@@ -40,6 +40,7 @@ WAYS = [
     ("self_extend", {"window": 6}, "merge"),
     ("rerope", {"window": 6}, "merge"),
     ("dual_chunk", {"chunk": 9, "local": 3}, "merge"),
+    ("string", {"shift": 9, "local": 3, "original_length": 160}, "merge"),
 ]
 IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH).mul(7).remainder(61) + 3
 

@@ -29,6 +29,7 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("rerope", {"window": 6}),
     ("leaky_rerope", {"window": 6}),
     ("dual_chunk", {"chunk": 9, "local": 3}),
+    ("string", {"shift": 9, "local": 3, "original_length": 160}),
     ("per_layer", {"layers": {1: "nope"}, "default": "rerope:window=5"}),
     ("per_layer", {"layers": {0: "alibi"}, "default": "dual_chunk:chunk=7,local=2"}),
 ]
