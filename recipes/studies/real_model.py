@@ -89,6 +89,7 @@ class Reader:
         scheme: put into the base; None: the base as it is.
         options: fields of the scheme.
         scaled: whether its factor is the length divided by the window.
+        inside: whether it is for the model's own window, and not for the length that is read.
         recipe: that trains it, by name; None: it is not trained.
         settings: of the recipe.
         fit: windows of the training text to which the bias is fitted before all; 0: it is not.
@@ -98,6 +99,7 @@ class Reader:
     scheme: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     scaled: bool = False
+    inside: bool = False
     recipe: str | None = None
     settings: tuple[str, ...] = ()
     fit: int = 0
@@ -118,6 +120,7 @@ READERS = (
     Reader("ntk", "ntk", scaled=True),
     Reader("linear", "linear", scaled=True),
     Reader("rerope", "rerope"),
+    Reader("string", "string", inside=True),
     Reader("dynamic by query", "dynamic", {"follow": "query"}, scaled=True),
     Reader("yarn, distilled", "yarn", scaled=True, recipe="rope-to-yarn"),
     Reader("yarn, next token", "yarn", scaled=True, recipe="yarn"),
@@ -344,7 +347,7 @@ def _reading(setting: Setting, reader: Reader, length: int, tokens: int) -> Iter
         yield setting.model
         return
     options = reader.options | ({"factor": length / setting.window} if reader.scaled else {})
-    hf_posswap.patch_model(setting.model, reader.scheme, max_length=length, **options)
+    hf_posswap.patch_model(setting.model, reader.scheme, max_length=None if reader.inside else length, **options)
     try:
         hf_posswap.verify_swap(setting.model)
         yield setting.model

@@ -87,6 +87,8 @@ def test_growth_is_the_slope_of_the_logarithms() -> None:
     text = growth.table(rows, smoke=False)
     assert "| 32768 tokens with t5: peak memory | unpatched | +0 MiB | <= 100 | reached |" in text
     assert "| 32768 tokens with alibi: peak memory | unpatched | +101 MiB | <= 100 | missed |" in text
+    assert text.startswith(growth.table(rows[:1], smoke=False).split("\n\n")[0].splitlines()[0])
+    assert growth.table(rows[:1], smoke=False).count("NOT MEASURED") == 2, "rows come one by one"
 
 
 def ways(second: float) -> dict[str, Any]:

@@ -204,7 +204,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "rerope": ("llama", "rerope", {"log_scaling": True}, {}),
     "leaky_rerope": ("llama", "leaky_rerope", {}, {}),
     "dual_chunk": ("llama", "dual_chunk", {}, {}),
-    "string": ("llama", "string", {}, {}),
+    "string": ("llama", "string", {"original_length": 180, "shift": 20, "local": 5}, {}),
     "kerple": ("llama", "kerple", {}, {}),
     "fire": ("gpt_neox", "fire", {}, {}),
     "t5": ("opt", "t5", {"init_std": 1.0}, {}),

@@ -93,7 +93,7 @@ EXACT: dict[str, Case] = {
     "rerope": ("llama", "rerope", {"log_scaling": True} | LONG, {}),
     "leaky_rerope": ("llama", "leaky_rerope", LONG, {}),
     "dual_chunk": ("llama", "dual_chunk", LONG, {}),
-    "string": ("llama", "string", {}, {}),
+    "string": ("llama", "string", {"original_length": 1000, "shift": 40, "local": 8} | LONG, {}),
     "qwen2 dual_chunk": ("qwen2", "dual_chunk", LONG, {}),
     "sliding self_extend": ("mistral", "self_extend", {"window": 6} | LONG, {}),
     "kerple": ("llama", "kerple", LONG, {}),
