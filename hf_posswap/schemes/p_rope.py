@@ -159,7 +159,7 @@ class Cope(OwnRotary):
     its sine is lost in the rounding of float32 at every position below 10^12.
 
     Attributes:
-        faded: n, in pairs, at least 2; None takes 5/16 of them: the paper's 20 of the 64 of Llama 3 8B.
+        faded: n, of the pairs that turn, at least 2; None takes 5/16 of these: the paper's 20 of the 64 of Llama 3 8B.
 
     Example:
         >>> from hf_posswap.geometry import Geometry
@@ -185,17 +185,19 @@ class Cope(OwnRotary):
 
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         resolved = super().resolve(geometry, max_length)
-        pairs = resolved.rotary_dim(geometry) // 2
-        faded = max(2, round(pairs * 5 / 16)) if self.faded is None else self.faded
-        if faded > pairs:
-            raise SchemeError(f"{self.name}: faded={faded}, and this model has {pairs} rotary pairs; give fewer.")
+        turning = int((super(Cope, resolved).theta(geometry, None, torch.float64) > 0).sum())
+        faded = max(2, round(turning * 5 / 16)) if self.faded is None else self.faded
+        if faded > turning:
+            raise SchemeError(f"{self.name}: faded={faded}, and {turning} rotary pairs of this model turn; give fewer.")
         return dataclasses.replace(resolved, faded=faded)
 
     def theta(self, geometry: Geometry, length: Tensor | None, dtype: torch.dtype) -> Tensor:
-        plain = super().theta(geometry, length, dtype)
+        plain = super().theta(geometry, length, dtype).clone()
         faded = self.filled("faded")
         weights = (1 + torch.linspace(0.0, math.pi, faded, dtype=torch.float64, device="cpu").cos()) / 2
-        return torch.cat((plain[:-faded], plain[-faded:] * weights.clamp(min=LEAST_WEIGHT).to(dtype)))
+        slowest = plain.nonzero().flatten()[-faded:]
+        plain[slowest] *= weights.clamp(min=LEAST_WEIGHT).to(dtype)
+        return plain
 
     def native_rope(self, geometry: Geometry) -> dict[str, object] | None:
         return self.native_list(geometry)

@@ -244,9 +244,15 @@ def test_cope_fades_the_paper_s_share_of_the_model_s_own_angles(geometry: Geomet
     angles = Cope().resolve(scaled, None).angles(scaled)
     assert angles.inv_freq.tolist() == pytest.approx([*own[:7], 0.0])  # of two pairs the first keeps its angle
     assert angles.attention_factor == 1.25
+    still = geometry(head_dim=16, rotary_dim=16, base=10000.0, frequencies=(*own[:4], 0.0, 0.0, 0.0, 0.0))
+    fading = Cope().resolve(still, None)  # as in Gemma 4: pairs that do not turn cannot fade
+    assert fading.angles(still).inv_freq.tolist() == pytest.approx([*own[:3], 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert fading.native_rope(still) is None
 
 
-@pytest.mark.parametrize(("faded", "says"), [(1, "faded must be a whole number from 2"), (9, "has 8 rotary pairs")])
+@pytest.mark.parametrize(
+    ("faded", "says"), [(1, "faded must be a whole number from 2"), (9, "8 rotary pairs of this model")]
+)
 def test_cope_refuses_what_it_cannot_fade(geometry: Geometries, faded: int, says: str) -> None:
     with pytest.raises(SchemeError, match=says):
         Cope(faded=faded).resolve(geometry(head_dim=16), None)

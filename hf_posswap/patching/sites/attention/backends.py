@@ -125,6 +125,7 @@ class Request:
         find_layout: gives what is seen, or None where segments do not tell it; asked at the end.
         find_shown: gives the mask as flex_attention takes it, where there is one that it takes; asked at the end.
         shared: gives what a function makes for a key, once for all layers that stand alike.
+        shared_under_mask: the same, for what depends on the mask too.
     """
 
     mechanism: Mechanism
@@ -140,6 +141,7 @@ class Request:
     find_layout: Callable[[], Layout | None]
     find_shown: Callable[[], BlockMask]
     shared: Callable[[Any, Callable[[], Any]], Any]
+    shared_under_mask: Callable[[Any, Callable[[], Any]], Any]
 
     @property
     def scaling(self) -> float:
@@ -283,7 +285,7 @@ def _hankel(request: Request, pieces: Pieces) -> Tensor:
 
 def _flex(request: Request, pieces: Pieces) -> Tensor:
     if request.mechanism.splits:
-        numbers, blocks = request.shared(("region blocks", id(request.mask)), lambda: _region_blocks(request))
+        numbers, blocks = request.shared_under_mask("region blocks", lambda: _region_blocks(request))
         pairs = _turned(request, [pieces()[number] for number in numbers])
         (value,) = as_attended(request.value)
         return attend_by_regions(_regions_kernel(request), pairs, value, blocks, scaling=request.scaling)

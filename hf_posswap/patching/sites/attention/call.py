@@ -137,6 +137,7 @@ class AttentionCall:
             find_layout=lambda: self._layout(query, key.shape[2], mask, causal=causal),
             find_shown=lambda: self._shown(mask, key.shape[2]),
             shared=self._once(),
+            shared_under_mask=lambda name, make: self._shared_under(mask, name, make),
         )
 
     def _layout(self, query: Tensor, keys: int, mask: Tensor | None, *, causal: bool) -> Layout | None:
@@ -191,10 +192,14 @@ class AttentionCall:
         assert bias is not None
         if bias.shape[2] > 1 or bias.requires_grad:  # of many queries it would be held until the forward ends
             return make(bias)
+        return self._shared_under(mask, ("masked", dtype), lambda: make(bias))
+
+    def _shared_under(self, mask: Tensor | None, name: Hashable, make: Callable[[], T]) -> T:
+        """Return `make()`, made once for all layers that stand alike and see `mask` as it is."""
         if isinstance(mask, Tensor) and not self.memo.knows(None, mask):
-            return make(bias)
+            return make()
         # the mask is held too, so that its id is not given to another
-        known, _ = self._shared(("masked", id(mask), identity_of(mask)[1], dtype), lambda: (make(bias), mask))
+        known, _ = self._shared((name, id(mask), identity_of(mask)[1]), lambda: (make(), mask))
         return known
 
     def flex_bias(self, batch: int) -> Any:
