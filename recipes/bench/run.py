@@ -2,6 +2,7 @@
 
     python -m recipes.bench.run                       # all, on a quiet machine: about two hours
     python -m recipes.bench.run bias merge            # some
+    python -m recipes.bench.run pretrained --resume   # keeps the rows that its file has, and measures the others
     python -m recipes.bench.run --smoke --out small   # tiny sizes: checks that all results agree, and a report
 
 Each case is repeated until its ratios are stable; their intervals are printed. If no core was free for part of the
@@ -15,9 +16,10 @@ disagree or a benchmark fails; a missed goal is only reported in the table.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +30,15 @@ from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.harness import BUSY, broken, doubt, machine, measure, table
 
 NAMES = ("roof", "rope", "angles", "bias", "merge", "ppl", "train", "patch", "decode", "compiled", "load", "waiting",
-         "busy", "growth", "situations", "gpu")  # fmt: skip
+         "busy", "growth", "situations", "pretrained", "gpu")  # fmt: skip
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(NAMES)}; none: all.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes, one repetition.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows of an earlier run, of the benchmarks that can resume.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The folder for the results.")] = Path(__file__).parent / "results",
 ) -> None:
     """Run the benchmarks and save the results."""
@@ -43,9 +48,10 @@ def main(
     torch.set_num_threads(1)
     wrong: list[str] = []
     for name in names or NAMES:
-        header, rows = machine() | {"smoke": smoke}, list[dict[str, Any]]()
+        header = machine() | {"smoke": smoke}
+        rows = _earlier_rows(name, out / f"{name}.json", header) if resume else []
         try:
-            for row in _rows(name, smoke):
+            for row in _rows(name, smoke, [row["name"] for row in rows]):
                 rows.append(row)
                 write_text(out / f"{name}.json", "\n".join(map(json.dumps, [header, *rows])) + "\n")
                 write_text(out / "table.md", report(out))
@@ -59,9 +65,30 @@ def main(
         raise typer.Exit(1)
 
 
-def _rows(name: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one benchmark, and print each as it is measured."""
+def _earlier_rows(name: str, path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the measured rows of an earlier run of a benchmark that can resume; others start anew."""
+    if not _can_resume(importlib.import_module(f"recipes.bench.{name}")) or not path.exists():
+        return []
+    earlier, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    for key in ("torch", "transformers", "threads", "smoke"):
+        if earlier[key] != header[key]:
+            raise typer.BadParameter(
+                f"--resume: {path} was measured with {key} {earlier[key]}, and this is {header[key]}. Leave --resume "
+                "out to measure all rows, or give another folder by --out."
+            )
+    return [row for row in rows if row["seconds"] and not row["wrong"]]
+
+
+def _can_resume(module: Any) -> bool:
+    return hasattr(module, "rows") and "done" in inspect.signature(module.rows).parameters
+
+
+def _rows(name: str, smoke: bool, done: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one benchmark but those named in `done`, and print each as it is measured."""
     module: Any = importlib.import_module(f"recipes.bench.{name}")
+    if _can_resume(module):
+        yield from module.rows(smoke, done)
+        return
     if hasattr(module, "rows"):
         yield from module.rows(smoke)
         return

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from recipes.bench import bias, dry_beside, growth, harness, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
-SLOW = ("gpu", "compiled", "waiting", "busy", "situations")
+SLOW = ("gpu", "compiled", "waiting", "busy", "situations", "pretrained")
 
 
 def bench(*arguments: object) -> Result:

