@@ -359,21 +359,29 @@ def duration(seconds: float) -> str:
 
 
 def _plan(works: Sequence[Work], reference_work: Work) -> dict[str, dict[str, UnitCost]]:
-    """Return the missing units by metric, each once, and pass them to the progress display, if there is one."""
-    loads: dict[str, dict[str, UnitCost]] = {}
+    """Return the missing units by the metrics that need them, and pass them to the progress display, if there is one.
+
+    Units that several metrics need are under the names of all of them, such as "ppl_prefix and nll_pos".
+    """
     if reference_work.overall is None:
-        return loads
-    planned: dict[str, UnitCost] = {}
+        return {}
+    loads: dict[str, UnitCost] = {}
+    needed_by: dict[str, dict[str, None]] = {}  # ordered sets
     for work in works:
         for metric in (name for name in work.metrics if name not in work.dropped):
             units = planned_units(work, MEASURES[metric])
-            loads.setdefault(metric, {}).update({key: load for key, load in units.items() if key not in planned})
-            planned |= units
+            loads |= units
+            for key in units:
+                needed_by.setdefault(key, {})[metric] = None
     if (source := sliding_source(works, reference_work)) is not None:
-        loads["sliding window"] = planned_units(source, lambda work: measure_sliding(work, works))
-        planned |= loads["sliding window"]
-    reference_work.overall.plan(planned)
-    return loads
+        units = planned_units(source, lambda work: measure_sliding(work, works))
+        loads |= units
+        needed_by |= {key: {"sliding window": None} for key in units}
+    reference_work.overall.plan(loads)
+    by_metrics: dict[str, dict[str, UnitCost]] = {}
+    for key, metrics in needed_by.items():
+        by_metrics.setdefault(" and ".join(metrics), {})[key] = loads[key]
+    return by_metrics
 
 
 def _measure(work: Work) -> dict[str, object]:

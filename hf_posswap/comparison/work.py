@@ -93,10 +93,16 @@ class SpeedModel:
 
 
 def _non_negative(features: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return the non-negative least-squares rates [2] of `times` [N] on `features` [N, 2]."""
-    both = np.linalg.lstsq(features, times, rcond=1e-6)[0]
-    if both.min() >= 0:
+    """Return the non-negative least-squares rates [2] of `times` [N] on `features` [N, 2].
+
+    Units of one kind do not tell the two rates apart: all their time is then that of the operations, which dominate
+    where a run takes long.
+    """
+    both, _, rank, _ = np.linalg.lstsq(features, times, rcond=1e-6)
+    if rank == 2 and both.min() >= 0:
         return both
+    if rank < 2:
+        return np.array([features[:, 0] @ times / max(features[:, 0] @ features[:, 0], 1e-12), 0.0])
     alone = [np.array([column @ times / max(column @ column, 1e-12), 0.0]) for column in features.T]
     candidates = [alone[0], alone[1][::-1]]
     return min(candidates, key=lambda rates: float(((features @ rates - times) ** 2).sum()))
