@@ -41,9 +41,9 @@ from hf_posswap.utils.gguf_source import checkpoint_of
 from recipes.bench import harness, situations
 from recipes.bench.batches import DECODING, ids_of
 from recipes.bench.compiled import steps
-from recipes.bench.harness import WARM_UPS, in_a_process, in_turns, interval
+from recipes.bench.harness import in_a_process, in_turns, interval
 from recipes.bench.models import smollm2
-from recipes.bench.situations import MEMORY, TOLERANCE, UNPATCHED, timed_row
+from recipes.bench.situations import MEMORY, TOLERANCE, UNPATCHED, cpu_seconds, timed_row, times_row
 from recipes.bench.waiting import ROOT, SMALL, texts_of_source
 
 VARIABLE = "POSSWAP_SMOLLM2"
@@ -153,11 +153,14 @@ def _eager(smoke: bool, done: Collection[str]) -> Iterator[dict[str, Any]]:
     for length in missing:
         readings = {scheme: Reading(model, length) for scheme, model in models.items()}
         wrong = _wrong(readings) if length == min(turns) else []
-        warm_ups = WARM_UPS if length == min(turns) else 0
         prefills = {scheme: reading.prefill for scheme, reading in readings.items()}
-        row = timed_row(_prefill_name(length), prefills, turns[length], most=1, warm_ups=warm_ups)
-        if row["name"] not in done:
-            yield row | {"wrong": wrong}
+        times: dict[str, list[float]] = {scheme: [] for scheme in readings}
+        for turn in range(turns[length] if _prefill_name(length) not in done else 1):  # decoding needs one
+            new, waited = in_turns(prefills, 1, cpu_seconds, most=1, warm_ups=int(turn == 0 and length == min(turns)))
+            times = {scheme: [*durations, *new[scheme]] for scheme, durations in times.items()}
+            if _prefill_name(length) not in done:
+                more = {"wrong": wrong, "is_partial": turn + 1 < turns[length]}
+                yield times_row(_prefill_name(length), times, waited) | more
         steps_by_scheme = {scheme: reading.decode for scheme, reading in readings.items()}
         row = timed_row(f"{DECODING}{length}", steps_by_scheme, 1 if smoke else DECODING_TURNS, most=2)
         yield row | {"seconds": {scheme: seconds / STEPS for scheme, seconds in row["seconds"].items()}}

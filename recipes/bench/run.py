@@ -52,7 +52,7 @@ def main(
         rows, has_earlier = _earlier_rows(name, path, header) if resume else [], path.exists()
         try:
             for row in _rows(name, smoke, [row["name"] for row in rows]):
-                rows.append(row)
+                rows = [*(earlier for earlier in rows if earlier["name"] != row["name"]), row]
                 if has_earlier and not any(row["seconds"] for row in rows):
                     continue  # hours of an earlier run are not replaced by a row that says why there is none
                 write_text(path, "\n".join(map(json.dumps, [header, *rows])) + "\n")
@@ -82,7 +82,8 @@ def _earlier_rows(name: str, path: Path, header: Mapping[str, Any]) -> list[dict
                 f"--resume: {path} was measured with {key} {earlier[key]}, and this is {header[key]}. Leave --resume "
                 "out to measure all rows, or give another folder by --out."
             )
-    return [row for row in rows if row["ratios"] and not row["wrong"]]  # memory has no seconds
+    # memory has no seconds, and a partial row had not all its turns yet
+    return [row for row in rows if row["ratios"] and not row["wrong"] and not row.get("is_partial")]
 
 
 def _can_resume(module: Any) -> bool:

@@ -121,7 +121,11 @@ def timed_row(
     name: str, runs: Mapping[str, Callable[[], Any]], repetitions: int, *, most: int, warm_ups: int = WARM_UPS
 ) -> dict[str, Any]:
     """Return the CPU seconds of `runs`, in turns, and the ratios to the unpatched model's; arguments as `in_turns`."""
-    times, waited = in_turns(runs, repetitions, _seconds, most, warm_ups)
+    return times_row(name, *in_turns(runs, repetitions, cpu_seconds, most, warm_ups))
+
+
+def times_row(name: str, times: Mapping[str, Sequence[float]], waited: float) -> dict[str, Any]:
+    """Return the row of what `in_turns` returned."""
     return {
         "name": name,
         "wrong": [],
@@ -135,7 +139,7 @@ def timed_row(
     }
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def cpu_seconds(run: Callable[[], Any]) -> float:
     """Return the CPU seconds of this thread, which other load affects less."""
     started = time.thread_time()
     run()
