@@ -97,6 +97,23 @@ def test_a_benchmark_that_resumes_keeps_its_rows_and_measures_the_others(
     assert (tmp_path / "pretrained.json").read_text() == kept
 
 
+def test_a_row_whose_turns_are_not_all_done_is_saved_and_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(smoke: bool, done: Any = ()) -> Any:
+        (row,) = resumable("a")(smoke)
+        yield row | {"is_partial": True}
+        if is_stopped:
+            raise KeyboardInterrupt
+        yield row | {"is_partial": False, "turns": 2}
+
+    monkeypatch.setattr(pretrained, "rows", rows)
+    for is_stopped, turns in ((True, 1), (False, 2)):
+        bench("pretrained", "--smoke", "--resume", "--out", tmp_path)
+        _, row = map(json.loads, (tmp_path / "pretrained.json").read_text().splitlines())
+        assert (row["turns"], row["is_partial"]) == (turns, is_stopped)
+
+
 def test_without_smollm2_the_benchmark_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POSSWAP_SMOLLM2", raising=False)
     done = bench("pretrained", "--out", tmp_path)
