@@ -336,8 +336,10 @@ def forecast(seconds: Mapping[str, float], work: Work, units: int, models: int) 
     savings = {
         f"trials {_FEW_TRIALS} instead of {settings.trials}": prompts * (1 - _FEW_TRIALS / settings.trials),
         f"documents {_FEW_DOCUMENTS} instead of {count}": read * (1 - _FEW_DOCUMENTS / count),
-        f"metrics without {longest[0]}": seconds[longest[0]] * (len(longest) > 1 and longest[0] in work.metrics),
     }
+    if perplexity := next((metric for metric in seconds if "ppl_prefix" in metric), None):
+        alone = seconds[perplexity] + seconds.get("sliding window", 0.0)
+        savings[f"metrics {perplexity} alone"] = total - alone
     ways = [f"{way} (about {duration(total - saved)})" for way, saved in savings.items() if saved >= 0.1 * total]
     lines.append(f"To take less, give {', or '.join([*ways, 'shorter lengths'])}.")
     if work.store.folder is None:

@@ -114,9 +114,9 @@ def test_the_ways_to_take_less_come_with_their_time() -> None:
     )
     seconds = {"ppl_prefix": 3600.0, "passkey": 36000.0, "sliding window": 400.0}
     _, less, _ = measuring.forecast(seconds, one, 1000, 2)
-    # 40,000 s, less 8 tenths of the prompts, less the prompts; documents would save no tenth
+    # 40,000 s, less 8 tenths of the prompts, or without them; fewer documents would save no tenth
     assert less == (
-        "To take less, give trials 2 instead of 10 (about 3.1 hours), or metrics without passkey (about 67 minutes), "
+        "To take less, give trials 2 instead of 10 (about 3.1 hours), or metrics ppl_prefix alone (about 67 minutes), "
         "or shorter lengths."
     )
     _, less, _ = measuring.forecast({"sliding window": 7200.0, "ppl_prefix": 3600.0}, one, 1000, 2)
