@@ -8,13 +8,14 @@ predicts better than the unswapped model that reads the same text in half-overla
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, make_subject
 from hf_posswap.comparison.documents import read_documents
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 
 _MULTIPLES = (1, 2, 4, 8)
+_LONG_OPERATIONS = 1e13
+"""Floating-point operations from which a run is estimated before it starts: two minutes of a CPU core."""
+_SAID_SECONDS, _HOUR = 60.0, 3600.0
+_FEW_TRIALS, _FEW_DOCUMENTS = 2, 8  # as few documents give verdicts
 
 
 def prepare(
@@ -295,21 +300,90 @@ def _progress(works: Sequence[Work], reference_work: Work) -> AbstractContextMan
     overall = ProgressEstimator(reference_work.reporter, reference_work.ranks.count)
     for work in works:
         work.overall = overall
-    _plan(works, reference_work)
+    loads = _plan(works, reference_work)
+    operations = sum(load.operations for metric_loads in loads.values() for load in metric_loads.values())
+    if operations >= _LONG_OPERATIONS and reference_work.subject.scoring is not None:
+        ids = torch.from_numpy(reference_work.documents.tokens[:1, : min(reference_work.lengths)].astype(np.int64))
+        overall.calibrate(reference_work.subject, ids)
+        seconds = {
+            metric: overall.speed.seconds(list(metric_loads.values())) / overall.share
+            for metric, metric_loads in loads.items()
+        }
+        for line in forecast(seconds, reference_work, overall.total, len(works)):
+            _say(reference_work, line)
     return overall
 
 
-def _plan(works: Sequence[Work], reference_work: Work) -> None:
-    """Pass the missing units to the progress display, if there is one."""
+def forecast(seconds: Mapping[str, float], work: Work, units: int, models: int) -> list[str]:
+    """Return how long a run will take, by metric; and if that is more than an hour, how it takes less.
+
+    Args:
+        seconds: estimated seconds of all units, by metric.
+        work: the work on the baseline.
+        units: number of units.
+        models: number of models.
+    """
+    settings, total = work.settings, sum(seconds.values())
+    if total < _SAID_SECONDS:
+        return []
+    longest = sorted(seconds, key=lambda metric: -seconds[metric])
+    parts = ", ".join(f"{metric} {duration(seconds[metric])}" for metric in longest if seconds[metric] >= 0.05 * total)
+    lines = [f"{units:,} units of {models} model{'s' * (models > 1)} take about {duration(total)} here: {parts}."]
+    if total < _HOUR:
+        return lines
+    prompts = sum(seconds.get(metric, 0.0) for metric in ("passkey", "ruler_lite"))
+    read, count = total - prompts, len(work.documents.tokens)
+    savings = {
+        f"trials {_FEW_TRIALS} instead of {settings.trials}": prompts * (1 - _FEW_TRIALS / settings.trials),
+        f"documents {_FEW_DOCUMENTS} instead of {count}": read * (1 - _FEW_DOCUMENTS / count),
+    }
+    if perplexity := next((metric for metric in seconds if "ppl_prefix" in metric), None):
+        alone = seconds[perplexity] + seconds.get("sliding window", 0.0)
+        savings[f"metrics {perplexity} alone"] = total - alone
+    ways = [f"{way} (about {duration(total - saved)})" for way, saved in savings.items() if saved >= 0.1 * total]
+    lines.append(f"To take less, give {', or '.join([*ways, 'shorter lengths'])}.")
+    if work.store.folder is None:
+        lines.append("Nothing is kept if it is stopped: give an output folder, from which the same call resumes.")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text, rounded.
+
+    Example:
+        >>> duration(42.3), duration(600), duration(20000)
+        ('42 seconds', '10 minutes', '5.6 hours')
+    """
+    for size, unit in ((_HOUR, "hours"), (60.0, "minutes")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}" if unit == "hours" else f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _plan(works: Sequence[Work], reference_work: Work) -> dict[str, dict[str, UnitCost]]:
+    """Return the missing units by the metrics that need them, and pass them to the progress display, if there is one.
+
+    Units that several metrics need are under the names of all of them, such as "ppl_prefix and nll_pos".
+    """
     if reference_work.overall is None:
-        return
+        return {}
     loads: dict[str, UnitCost] = {}
+    needed_by: dict[str, dict[str, None]] = {}  # ordered sets
     for work in works:
         for metric in (name for name in work.metrics if name not in work.dropped):
-            loads |= planned_units(work, MEASURES[metric])
+            units = planned_units(work, MEASURES[metric])
+            loads |= units
+            for key in units:
+                needed_by.setdefault(key, {})[metric] = None
     if (source := sliding_source(works, reference_work)) is not None:
-        loads |= planned_units(source, lambda work: measure_sliding(work, works))
+        units = planned_units(source, lambda work: measure_sliding(work, works))
+        loads |= units
+        needed_by |= {key: {"sliding window": None} for key in units}
     reference_work.overall.plan(loads)
+    by_metrics: dict[str, dict[str, UnitCost]] = {}
+    for key, metrics in needed_by.items():
+        by_metrics.setdefault(" and ".join(metrics), {})[key] = loads[key]
+    return by_metrics
 
 
 def _measure(work: Work) -> dict[str, object]:

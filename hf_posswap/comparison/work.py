@@ -2,7 +2,7 @@
 
 Progress is unit k of n over all models and metrics, and the remaining time. The time of a unit is fitted to the
 finished units: a time per operation, a time per forward, and a factor for each model, because the same operations are
-slower with some mechanisms than with others.
+slower with some mechanisms than with others. Before a long run, a short forward gives the first estimate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from hf_posswap.utils.progress import BarReporter, Reporter
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from hf_posswap.utils.progress import Reporter
 
 
 _QUIET_SECONDS, _SHOWN_SECONDS = 30.0, 0.2
+_TIMED_TOKENS, _TIMED_SECONDS = 64, 0.2  # the first forward that is timed, and how long the last one takes at least
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,16 @@ class SpeedModel:
 
 
 def _non_negative(features: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return the non-negative least-squares rates [2] of `times` [N] on `features` [N, 2]."""
-    both = np.linalg.lstsq(features, times, rcond=1e-6)[0]
-    if both.min() >= 0:
+    """Return the non-negative least-squares rates [2] of `times` [N] on `features` [N, 2].
+
+    Units of one kind do not tell the two rates apart: all their time is then that of the operations, which dominate
+    where a run takes long.
+    """
+    both, _, rank, _ = np.linalg.lstsq(features, times, rcond=1e-6)
+    if rank == 2 and both.min() >= 0:
         return both
+    if rank < 2:
+        return np.array([features[:, 0] @ times / max(features[:, 0] @ features[:, 0], 1e-12), 0.0])
     alone = [np.array([column @ times / max(column @ column, 1e-12), 0.0]) for column in features.T]
     candidates = [alone[0], alone[1][::-1]]
     return min(candidates, key=lambda rates: float(((features @ rates - times) ** 2).sum()))
@@ -135,6 +143,17 @@ class ProgressEstimator:
     def left(self) -> float:
         """Estimated seconds until all units are finished."""
         return self.speed.seconds(list(self.pending.values())) / self.share
+
+    def calibrate(self, subject: Subject, ids: Tensor) -> None:
+        """Time a forward of `subject` on the first tokens of `ids` [1, L], as many as give a reliable time.
+
+        Two times, of a short forward and of the first unit, tell the time per operation from that per forward.
+        """
+        _forward_seconds(subject, ids[:, :_TIMED_TOKENS])  # loads what a first forward needs
+        tokens, seconds = min(_TIMED_TOKENS, ids.shape[1]), 0.0
+        while (seconds := _forward_seconds(subject, ids[:, :tokens])) < _TIMED_SECONDS and tokens < ids.shape[1]:
+            tokens = min(2 * tokens, ids.shape[1])
+        self.speed.learn(UnitCost(subject.name, forward_operations(subject.model, tokens), 1, tokens), seconds)
 
     def finish(self, key: str, load: UnitCost, seconds: float, loss: float | None = None) -> None:
         """Count a unit that took `seconds`, and show the progress."""
@@ -191,6 +210,14 @@ class ProgressEstimator:
         if self._bar is not None:
             self._bar[0].stop()
             self._bar = None
+
+
+def _forward_seconds(subject: Subject, ids: Tensor) -> float:
+    """Return the seconds of the logits of every token of `ids` [1, L]."""
+    begin = time.perf_counter()
+    for logits in subject.scorer.logits(ids, ids.shape[1] - 1):
+        float(logits.sum())  # waits for a GPU
+    return time.perf_counter() - begin
 
 
 def _clock(seconds: float) -> str:

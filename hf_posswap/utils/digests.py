@@ -37,6 +37,8 @@ def json_digest(value: object) -> str:
 def append_line(path: Path, entry: dict[str, object]) -> None:
     """Write `entry` and its digest as one line to the end of `path` and to the disk: all of it, or nothing.
 
+    A whole line stays if Ctrl-C comes while the disk takes it, because minutes of work may be in it.
+
     Raises:
         OSError: it cannot be written.
     """
@@ -47,8 +49,9 @@ def append_line(path: Path, entry: dict[str, object]) -> None:
             while rest:
                 rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-        except BaseException:
-            os.truncate(path, start)
+        except BaseException as error:
+            if len(rest) or isinstance(error, OSError):
+                os.truncate(path, start)
             raise
 
 

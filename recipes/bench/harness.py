@@ -148,15 +148,16 @@ def in_turns(
     repetitions: int,
     seconds: Callable[[Callable[[], Any]], float],
     most: int = MOST_TURNS,
+    warm_ups: int = WARM_UPS,
 ) -> tuple[dict[str, list[float]], float]:
     """Return the times of each implementation by `seconds`, and the share of all time without a free core.
 
     Implementations are interleaved, so that other load affects all alike, until the ratios to the first one are stable
-    or `most` times the repetitions are done; with one repetition they run once, after one warm-up.
+    or `most` times the repetitions are done; with one repetition they run once, after at most one warm-up.
     """
     times: dict[str, list[float]] = {way: [] for way in ways}
     started, core_seconds = time.perf_counter(), _core_seconds()
-    warm_ups, turns = (WARM_UPS, most * repetitions) if repetitions > 1 else (1, 1)
+    warm_ups, turns = (warm_ups, most * repetitions) if repetitions > 1 else (min(warm_ups, 1), 1)
     for turn in range(warm_ups + turns):
         for way, run in ways.items():
             duration = seconds(run)

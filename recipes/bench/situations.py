@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -31,7 +32,7 @@ from hf_posswap import patch_model, set_backend
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.atomic_io import write_text
 from recipes.bench.batches import DECODING, Situation, Sizes, forward, ids_of, padded, situations
-from recipes.bench.harness import BUSY, doubt, in_a_process, in_turns, interval, machine
+from recipes.bench.harness import BUSY, WARM_UPS, doubt, in_a_process, in_turns, interval, machine
 
 MODULE = "recipes.bench.situations"
 UNPATCHED = "unpatched"
@@ -81,12 +82,12 @@ def llama(scheme: str, sizes: Sizes, window: int | None = None) -> Any:
     return model.eval()
 
 
-def rows(smoke: bool) -> list[dict[str, Any]]:
-    """Return a row for each situation, and one for memory: see `measured`."""
+def rows(smoke: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each situation, and one for memory: see `measured`."""
     sizes = SMALL if smoke else FULL
     # memory is measured at full size only
     selected = [situation.name for situation in situations(sizes)] if smoke else None
-    return list(measured(sizes, tuple(SCHEMES), selected, 1 if smoke else 7))
+    yield from measured(sizes, tuple(SCHEMES), selected, 1 if smoke else 7)
 
 
 def measured(
@@ -113,10 +114,21 @@ def _row(situation: Situation, models: Mapping[str, Any], repetitions: int) -> d
         for name in runs
         if name != UNPATCHED and (problem := _far(situation, models[name], runs[name]))
     ]
-    times, waited = in_turns(runs, repetitions, _seconds, most=MOST_TURNS)
+    return timed_row(situation.name, runs, repetitions, most=MOST_TURNS) | {"wrong": problems}
+
+
+def timed_row(
+    name: str, runs: Mapping[str, Callable[[], Any]], repetitions: int, *, most: int, warm_ups: int = WARM_UPS
+) -> dict[str, Any]:
+    """Return the CPU seconds of `runs`, in turns, and the ratios to the unpatched model's; arguments as `in_turns`."""
+    return times_row(name, *in_turns(runs, repetitions, cpu_seconds, most, warm_ups))
+
+
+def times_row(name: str, times: Mapping[str, Sequence[float]], waited: float) -> dict[str, Any]:
+    """Return the row of what `in_turns` returned."""
     return {
-        "name": situation.name,
-        "wrong": problems,
+        "name": name,
+        "wrong": [],
         "missing": {},
         "turns": len(times[UNPATCHED]),
         "waited": waited,
@@ -127,7 +139,7 @@ def _row(situation: Situation, models: Mapping[str, Any], repetitions: int) -> d
     }
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def cpu_seconds(run: Callable[[], Any]) -> float:
     """Return the CPU seconds of this thread, which other load affects less."""
     started = time.thread_time()
     run()
@@ -179,27 +191,29 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]], *, smoke: bool) -> str:
-    """Return the rows as a Markdown table: a line per situation, a column per scheme; missed goals are bold."""
+def table(
+    rows: list[dict[str, Any]], *, smoke: bool, goals: Mapping[str, tuple[float, float]] = MappingProxyType(GOALS)
+) -> str:
+    """Return the rows as a Markdown table: a line per situation, a column per scheme; missed `goals` are bold."""
     schemes = list(rows[0]["ratios"])
     lines = [f"| ratio to unswapped | {' | '.join(schemes)} |", "|---" * (len(schemes) + 1) + "|"]
     for row in rows:
-        cells = [_cell(row, scheme) for scheme in schemes]
+        cells = [_cell(row, scheme, goals) for scheme in schemes]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
         if "peak_mib" in row:
             peaks = " | ".join(f"{row['peak_mib'][scheme]:.0f} MiB" for scheme in schemes)
             lines.append(f"| the same, unswapped {row['peak_mib'][UNPATCHED]:.0f} MiB | {peaks} |")
-    goals = ", ".join(f"{name} {most:g} ({step:g})" for name, (most, step) in GOALS.items())
+    stated = ", ".join(f"{name} {most:g} ({step:g})" for name, (most, step) in goals.items())
     doubted = [f"{row['name']}: {doubt(row)}." for row in rows if row.get("waited", 0.0) > BUSY]
-    return "\n".join([*lines, "", *doubted, f"Goals, of a forward and (of decoding): {goals}. Missed ones are bold."])
+    return "\n".join([*lines, "", *doubted, f"Goals, of a forward and (of decoding): {stated}. Missed ones are bold."])
 
 
-def _cell(row: dict[str, Any], scheme: str) -> str:
+def _cell(row: dict[str, Any], scheme: str, goals: Mapping[str, tuple[float, float]]) -> str:
     if scheme not in row["ratios"]:
         return ""
     middle, low, high = row["ratios"][scheme]
     shown = f"{middle:.2f}" if low == high else f"{middle:.2f} ({low:.2f} to {high:.2f})"
-    goal = GOALS.get(scheme, (math.inf, math.inf))[row["name"].startswith(DECODING)]
+    goal = goals.get(scheme, (math.inf, math.inf))[row["name"].startswith(DECODING)]
     return f"**{shown}**" if middle > goal and "peak_mib" not in row else shown
 
 

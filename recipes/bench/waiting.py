@@ -43,7 +43,7 @@ def cases(smoke: bool) -> Iterator[Case]:
         def fresh() -> Path:  # finished measurements and trainings are not repeated
             return Path(folder) / str(next(count))
 
-        text = _texts(Path(folder) / "texts")
+        text = texts_of_source(Path(folder) / "texts")
         evaluating = ("--text", text, "--lengths", 128, "--metrics", "ppl_prefix", "--documents", 2)
         ways = {
             "ours": lambda: _run(*COMMAND, "eval", SMALL, *evaluating, "-o", fresh())(),
@@ -76,7 +76,7 @@ def _saved(folder: Path, smoke: bool) -> Path:
     return folder
 
 
-def _texts(folder: Path, documents: int = 40) -> Path:
+def texts_of_source(folder: Path, documents: int = 40) -> Path:
     """Return a folder with the source of a standard-library module, split into files."""
     folder.mkdir()
     source = inspect.getsource(argparse)

