@@ -66,7 +66,7 @@ def trained_copies_of(module: nn.Module) -> list[Any]:
     return list(getattr(module, "modules_to_save", {}).values())
 
 
-def copy_for(module: nn.Module, adapter: str | None) -> nn.Module:
+def copy_for(module: nn.Module, adapter: str | None) -> object:
     """Return the copy of `module` that rows of an adapter use, or the module of the model where it has none.
 
     Touches `modules_to_save`, `original_module`, `active_adapters` and `disable_adapters` of `ModulesToSaveWrapper`
@@ -76,12 +76,10 @@ def copy_for(module: nn.Module, adapter: str | None) -> nn.Module:
         module: wrapped by PEFT, or not.
         adapter: its name; None: the one that is active.
     """
-    if not is_saved_with_adapter(module):
-        return module
-    wrapper: Any = module
-    if adapter is None and wrapper.active_adapters and not wrapper.disable_adapters:
-        adapter = wrapper.active_adapters[0]
-    return wrapper.modules_to_save[adapter] if adapter in wrapper.modules_to_save else wrapper.original_module
+    copies = getattr(module, "modules_to_save", {})
+    if adapter is None and not getattr(module, "disable_adapters", True):
+        adapter = next(iter(getattr(module, "active_adapters", ())), None)
+    return copies[adapter] if adapter in copies else original_of(module)
 
 
 def is_copy(path: str) -> bool:
@@ -225,7 +223,7 @@ def watch_adapter_names(module: ModuleType, naming: Callable[[nn.Module, list[st
     cls._enable_peft_forward_hooks = _enable
 
 
-def unload_whole(cls: type, is_whole: Callable[[nn.Module], bool]) -> None:
+def unload_whole(cls: type, whole: type[nn.Module]) -> None:
     """Have tuners of PEFT put some modules back as they are when they unload, and hand them no `weight` and `bias`.
 
     Touches `_replace_module` of a tuner's model, by the order of its arguments (peft 0.18 to 0.21). Without it
@@ -233,13 +231,13 @@ def unload_whole(cls: type, is_whole: Callable[[nn.Module], bool]) -> None:
 
     Args:
         cls: `peft.tuners.tuners_utils.BaseTuner`, or a class that has its own `_replace_module`.
-        is_whole: given the module that is put back; whether it is to stay as it is.
+        whole: class of the modules that are put back as they are.
     """
     replace = vars(cls)["_replace_module"]
 
     @functools.wraps(replace)
     def _replace(self: object, parent: nn.Module, name: str, new: nn.Module, old: nn.Module) -> None:
-        if is_whole(new):
+        if isinstance(new, whole):
             setattr(parent, name, new)
         else:
             replace(self, parent, name, new, old)

@@ -315,7 +315,7 @@ def _refuse_mixed_positions(model: nn.Module, adapter_names: list[str]) -> None:
         UnsupportedSwapError: names the module, and what works.
     """
     for name, module in model.named_modules():
-        if not _is_mechanism(original_of(module)):
+        if not isinstance(original_of(module), Mechanism):
             continue
         used = {adapter: copy_for(module, adapter) for adapter in adapter_names}
         if any(copy is not copy_for(module, None) for copy in used.values()):
@@ -326,32 +326,31 @@ def _refuse_mixed_positions(model: nn.Module, adapter_names: list[str]) -> None:
             )
 
 
-def _watch_peft_models(module: ModuleType) -> None:
-    change_saved_weights(module, _marked_adapter, _unmarked_adapter)
-    watch_adapter_names(module, _refuse_mixed_positions)
-
-
-after_import("peft.peft_model", ready="get_model_status", action=_watch_peft_models)
+after_import(
+    "peft.peft_model",
+    ready="get_model_status",
+    action=lambda module: change_saved_weights(module, _marked_adapter, _unmarked_adapter),
+)
+after_import(
+    "peft.peft_model",
+    ready="get_model_status",
+    action=lambda module: watch_adapter_names(module, _refuse_mixed_positions),
+)
 after_import(
     "peft.utils.hotswap",
     ready="hotswap_adapter",
     action=lambda module: watch_hotswaps(module, refuse_misfit, _unmarked_adapter),
 )
 
-
-def _is_mechanism(module: nn.Module) -> bool:
-    return isinstance(module, Mechanism)
-
-
 after_import(
     "peft.tuners.tuners_utils",
     ready="BaseTuner",
-    action=lambda module: unload_whole(module.BaseTuner, _is_mechanism),
+    action=lambda module: unload_whole(module.BaseTuner, Mechanism),
 )
 after_import(
     "peft.tuners.mixed.model",
     ready="MixedModel",
-    action=lambda module: unload_whole(module.MixedModel, _is_mechanism),
+    action=lambda module: unload_whole(module.MixedModel, Mechanism),
 )
 
 
