@@ -66,6 +66,22 @@ def trained_copies_of(module: nn.Module) -> list[Any]:
     return list(getattr(module, "modules_to_save", {}).values())
 
 
+def copy_for(module: nn.Module, adapter: str | None) -> object:
+    """Return the copy of `module` that rows of an adapter use, or the module of the model where it has none.
+
+    Touches `modules_to_save`, `original_module`, `active_adapters` and `disable_adapters` of `ModulesToSaveWrapper`
+    (peft 0.18 to 0.21). Without it a batch of several adapters gets the positions of one of them silently.
+
+    Args:
+        module: wrapped by PEFT, or not.
+        adapter: its name; None: the one that is active.
+    """
+    copies = getattr(module, "modules_to_save", {})
+    if adapter is None and not getattr(module, "disable_adapters", True):
+        adapter = next(iter(getattr(module, "active_adapters", ())), None)
+    return copies[adapter] if adapter in copies else original_of(module)
+
+
 def is_copy(path: str) -> bool:
     """Return whether the parameter at `path` is one of the copies that PEFT keeps of a module.
 
@@ -182,6 +198,51 @@ def watch_hotswaps(module: ModuleType, loading: Callable[[nn.Module, Path], None
         return take(**given)
 
     vars(module).update(load_peft_weights=_read, hotswap_adapter_from_state_dict=_take)
+
+
+def watch_adapter_names(module: ModuleType, naming: Callable[[nn.Module, list[str]], None]) -> None:
+    """Have a function called before PEFT runs a batch whose rows use different adapters.
+
+    Touches `PeftModel._enable_peft_forward_hooks` (peft 0.18 to 0.21), which forward and generate enter first. An error
+    that is raised later leaves PEFT's hooks in the model. Without it all rows get one adapter's positions silently.
+
+    Args:
+        module: `peft.peft_model`.
+        naming: given the PEFT model and the `adapter_names` of the rows; it may raise.
+    """
+    cls = module.PeftModel
+    enable = cls._enable_peft_forward_hooks
+
+    @functools.wraps(enable)
+    def _enable(self: nn.Module, *args: object, **kwargs: object) -> object:
+        names = kwargs.get("adapter_names")
+        if isinstance(names, list | tuple):
+            naming(self, list(names))
+        return enable(self, *args, **kwargs)
+
+    cls._enable_peft_forward_hooks = _enable
+
+
+def unload_whole(cls: type, whole: type[nn.Module]) -> None:
+    """Have tuners of PEFT put some modules back as they are when they unload, and hand them no `weight` and `bias`.
+
+    Touches `_replace_module` of a tuner's model, by the order of its arguments (peft 0.18 to 0.21). Without it
+    `merge_and_unload` of IA3, LoHa, OFT and others ends in an AttributeError, half done.
+
+    Args:
+        cls: `peft.tuners.tuners_utils.BaseTuner`, or a class that has its own `_replace_module`.
+        whole: class of the modules that are put back as they are.
+    """
+    replace = vars(cls)["_replace_module"]
+
+    @functools.wraps(replace)
+    def _replace(self: object, parent: nn.Module, name: str, new: nn.Module, old: nn.Module) -> None:
+        if isinstance(new, whole):
+            setattr(parent, name, new)
+        else:
+            replace(self, parent, name, new, old)
+
+    cls._replace_module = _replace  # type: ignore[attr-defined]
 
 
 def watch_own_adapters(

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError
+from hf_posswap.evaluation.scoring import advice_if_not_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -150,6 +151,7 @@ def _losses(
         targets = torch.from_numpy(framed).to(ids.device)[positions]
         losses = functional.cross_entropy(row[positions].float(), targets, reduction="none").cpu()
         if not bool(losses.isfinite().all()):
-            raise NumericError(f"{type(model).__name__}: the loss of a masked token is not finite; use float32.")
+            advice = advice_if_not_finite(model)
+            raise NumericError(f"{type(model).__name__}: the loss of a masked token is not finite; {advice}.")
         group_losses.append(losses.numpy())
     return group_losses

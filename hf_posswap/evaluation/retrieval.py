@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError, OptionError
 from hf_posswap.evaluation.masked import special_frame
-from hf_posswap.evaluation.scoring import reach_of
+from hf_posswap.evaluation.scoring import advice_if_not_finite, reach_of
 from hf_posswap.evaluation.statistics import ratio_interval, wilson_interval
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.result_views import ResultView
@@ -176,7 +176,9 @@ def embed(
         start = stop
     embeddings = functional.normalize(torch.cat(vectors).cpu(), dim=-1)
     if not bool(embeddings.isfinite().all()):
-        raise NumericError(f"{type(model).__name__}: an embedding is not finite; use float32.")
+        raise NumericError(
+            f"{type(model).__name__}: an embedding is not finite; {advice_if_not_finite(unwrap(model))}."
+        )
     return embeddings
 
 

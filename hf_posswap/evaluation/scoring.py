@@ -186,7 +186,7 @@ class Scorer:
             first = int((~losses.isfinite()).any(dim=0).nonzero()[0])
             raise NumericError(
                 f"{type(self.model).__name__}: the loss of token {ids.shape[1] - count + first} is not finite; "
-                "use float32."
+                f"{advice_if_not_finite(self.model)}."
             )
         return losses
 
@@ -199,7 +199,8 @@ class Scorer:
         logits = torch.cat(list(self.logits(ids, count)), dim=1)
         if not bool(logits.isfinite().all()):
             raise NumericError(
-                f"{type(self.model).__name__}: logits at length {ids.shape[1]} are not finite; use float32."
+                f"{type(self.model).__name__}: logits at length {ids.shape[1]} are not finite; "
+                f"{advice_if_not_finite(self.model)}."
             )
         return logits
 
@@ -278,6 +279,20 @@ class Scorer:
         return expected.shape == computed.shape and torch.allclose(
             expected, computed, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
         )
+
+
+def advice_if_not_finite(model: PreTrainedModel) -> str:
+    """Return what to do where `model` gives no finite loss.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+        >>> advice_if_not_finite(model.half()), advice_if_not_finite(model.float())
+        ('use float32', 'it is in float32, so look for weights that are not finite, or too large')
+    """
+    if model.dtype.itemsize < 4:
+        return "use float32"
+    return f"it is in {str(model.dtype).removeprefix('torch.')}, so look for weights that are not finite, or too large"
 
 
 def apart_in_chunks(model: PreTrainedModel, prefill: int, length: int | None = None) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError
-from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.evaluation.scoring import Scorer, advice_if_not_finite
 from hf_posswap.evaluation.statistics import NonInferiority, non_inferiority
 from hf_posswap.utils.result_views import ResultView
 
@@ -88,7 +88,8 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortD
         divergence += float((p.exp() * (p - q)).sum())
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
     if not np.isfinite([before, after, divergence]).all():
-        raise NumericError("the models' logits are not finite within the original window; use float32.")
+        advice = advice_if_not_finite(swapped.model)
+        raise NumericError(f"the models' logits are not finite within the original window; {advice}.")
     return ShortDocument(count, before, after, divergence, agreed)
 
 

@@ -464,6 +464,60 @@ def on_base(folder: Path, scheme: str | None) -> Any:
     return model if scheme is None else patch_model(model, scheme, max_length=2 * LENGTH if scheme == "yarn" else None)
 
 
+@pytest.mark.parametrize("scheme", ["alibi", "fire"])
+@pytest.mark.parametrize("kind", ["lora", "ia3", "loha", "lokr", "oft", "vera"])
+def test_merging_keeps_the_trained_positions(kind: str, scheme: str, tmp_path: Path) -> None:
+    """Most tuners hand what they unload the `weight` of what stood there, and a scheme has none."""
+    options = {"learned": True} if scheme == "alibi" else {}
+    model = patch_model(build("llama"), scheme, max_length=2 * LENGTH, **options)
+    config = copy.deepcopy(KINDS[kind])
+    config.modules_to_save = [*position_modules(model), *(config.modules_to_save or ())]
+    adapted = trained(model, config)
+    before, trained_values = logits(adapted, IDS), dict(adapted.get_base_model().model.posswap.named_parameters())
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(logits(merged, IDS), before, atol=1e-4, rtol=1e-4)
+    held = dict(merged.model.posswap.named_parameters())
+    assert all(torch.equal(value, trained_values["modules_to_save.default." + name]) for name, value in held.items())
+    again = hf_posswap.load(hf_posswap.save(merged, tmp_path / "merged")).eval()
+    assert torch.equal(logits(again, IDS), logits(merged, IDS))
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "fire", "rope"])
+def test_rows_of_several_adapters_get_no_other_ones_positions(scheme: str) -> None:
+    """PEFT's `adapter_names`: what a scheme learned is one set for a batch, so only the active adapter's rows go."""
+    options = {"learned": True} if scheme == "alibi" else {}
+    model = add_adapter(patch_model(build("llama"), scheme, **options), lora("llama")).eval()
+    model.add_adapter("other", lora("llama", modules_to_save=position_modules(model)))
+    model.add_adapter("third", lora("llama"))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.rand_like(parameter))
+    alone = {}
+    for name in ("default", "other", "third"):
+        model.set_adapter(name)
+        alone[name] = logits(model, IDS)
+    with model.disable_adapter():
+        alone["__base__"] = logits(model, IDS)
+    batches = [(one, another) for one in alone for another in alone]
+    for active in ("default", "other", "third"):
+        model.set_adapter(active)
+        goes = {"default": {"default"}, "other": {"other"}, "third": {"third", "__base__"}}[active]
+        for names in batches:
+            for run in (model, model.generate):
+                given = {"input_ids": IDS, "adapter_names": list(names)}
+                with torch.no_grad():
+                    if scheme != "rope" and not goes.issuperset(names):
+                        with pytest.raises(UnsupportedSwapError, match=r"adapter_names gives rows of one batch.*What"):
+                            run(**given, **({"max_new_tokens": 1} if run is not model else {}))
+                    elif run is model:
+                        found = run(**given).logits
+                        expected = torch.stack([alone[name][row] for row, name in enumerate(names)])
+                        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(logits(model, IDS), alone[active])  # a refusal leaves none of PEFT's hooks
+
+
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's own call, for prefixes
 @pytest.mark.parametrize("scheme", ["alibi", "kerple"])
 @pytest.mark.parametrize("kind", KINDS)

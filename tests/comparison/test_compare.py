@@ -314,7 +314,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_measured(tmp_
         model.transformer.wte.weight[ord("8")] = math.nan
     texts = ["a" * 200, "b" * 200, "8" * 200]
     settings = EvalSettings(lengths=(64,), metrics=("ppl_prefix",))
-    with pytest.raises(NumericError, match="GPT2LMHeadModel: the loss of token 1 is not finite; use float32"):
+    with pytest.raises(NumericError, match="GPT2LMHeadModel: the loss of token 1 is not finite; it is in float32"):
         compare([model], documents=texts, tokenizer=TOKENIZER, settings=settings, out=tmp_path)
     assert (tmp_path / store.LINES).read_text().count("\n") == 2
 

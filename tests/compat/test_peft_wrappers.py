@@ -62,6 +62,16 @@ def test_trained_copies_of(net: Any) -> None:
     assert peft_wrappers.trained_copies_of(net.rest) == []
 
 
+def test_copy_for(wrapped: Any, net: Any) -> None:
+    (copy,) = peft_wrappers.trained_copies_of(net.table)
+    assert peft_wrappers.copy_for(net.table, None) is copy
+    assert peft_wrappers.copy_for(net.table, "default") is copy
+    assert peft_wrappers.copy_for(net.table, "__base__") is peft_wrappers.original_of(net.table)
+    assert peft_wrappers.copy_for(net.rest, "default") is net.rest
+    with wrapped.disable_adapter():
+        assert peft_wrappers.copy_for(net.table, None) is peft_wrappers.original_of(net.table)
+
+
 def test_is_copy(net: Any) -> None:
     copies = [path for path, _ in net.named_parameters() if peft_wrappers.is_copy(path)]
     assert copies == ["table.original_module.weight", "table.modules_to_save.default.weight"]
@@ -112,6 +122,15 @@ def test_watch_hotswaps(tmp_path: Path) -> None:
     assert seen(tmp_path, "import peft.utils.hotswap as h; watch_hotswaps(h, went(1), went(2)); hot = h") == ["1", "2"]
 
 
+def test_watch_adapter_names(tmp_path: Path) -> None:
+    assert seen(tmp_path, "watch_adapter_names(peft.peft_model, went(1)); rows = ['default', '__base__']") == ["1"]
+
+
+def test_unload_whole(tmp_path: Path) -> None:
+    """A module without weight and bias, as a scheme's is, is put back untouched."""
+    assert seen(tmp_path, "unload_whole(peft.tuners.tuners_utils.BaseTuner, Scale); whole = True") == ["whole"]
+
+
 def test_watch_own_adapters(tmp_path: Path) -> None:
     assert said(OWN, tmp_path) == ["folder", "below", "weights"]
 
@@ -160,25 +179,43 @@ for asked in (
 HOOKED = """
 import sys
 import peft
+import torch
 from torch import nn
-from hf_posswap.compat.peft_wrappers import change_saved_weights, watch_adapters, watch_hotswaps
+from hf_posswap.compat.peft_wrappers import *
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.size
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.project = nn.Linear(2, 2)
+        self.project, self.scale = nn.Linear(2, 2), Scale()
+
+    def forward(self, x):
+        return self.scale(self.project(x))
 
 seen = []
 def went(number):
     return lambda *given: (seen.append(number), given[-1])[1]
 
-hot = None
+hot = rows = whole = None
 exec(sys.argv[2])
 model = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["project"]))
 model.save_pretrained(sys.argv[1])
 loaded = peft.PeftModel.from_pretrained(Net(), sys.argv[1])
 if hot is not None:
     hot.hotswap_adapter(loaded, sys.argv[1], adapter_name="default", torch_device="cpu")
+if rows is not None:
+    loaded.eval()(torch.ones(2, 2), adapter_names=rows)
+if whole:
+    config = peft.LoHaConfig(r=2, target_modules=["project"], modules_to_save=["scale"])
+    merged = peft.get_peft_model(Net(), config).merge_and_unload()
+    seen += ["whole"] * (type(merged.scale) is Scale and {"weight", "bias"}.isdisjoint(vars(merged.scale)))
 print(*seen)
 """
 

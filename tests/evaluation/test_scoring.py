@@ -208,7 +208,7 @@ def test_what_is_no_number_is_an_error(gpt2: PreTrainedModel) -> None:
     scorer = Scorer(gpt2)
     with torch.no_grad():
         gpt2.transformer.wpe.weight[0] = math.nan
-    with pytest.raises(NumericError, match=r"GPT2LMHeadModel: the loss of token 1 is not finite; use float32"):
+    with pytest.raises(NumericError, match=r"GPT2LMHeadModel: the loss of token 1 is not finite; it is in float32"):
         scorer.nll(torch.randint(0, 99, (1, 12)))
     with pytest.raises(NumericError, match=r"logits at length 12 are not finite"):
         scorer.last_logits(torch.randint(0, 99, (1, 12)), 2)

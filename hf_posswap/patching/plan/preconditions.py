@@ -46,7 +46,11 @@ def what_instead(given: object) -> str:
     if inner is None:
         return "give the model itself, before wrapping or compiling it"
     where = f".get_submodule({inner!r})" if isinstance(given, nn.Module) else f".{inner}"
-    return f"give the model itself, before wrapping or compiling it: the {type(modules[inner]).__name__} at {where}"
+    advice = f"give the model itself, before wrapping or compiling it: the {type(modules[inner]).__name__} at {where}"
+    for name in ("max_seq_length", "max_length"):  # of sentence-transformers' CrossEncoder and SparseEncoder
+        if isinstance(length := getattr(given, name, None), int):
+            return f"{advice}. Then set .{name} of the {type(given).__name__}: it cuts texts at {length} tokens"
+    return advice
 
 
 def refuse_wrapped_parts(model: nn.Module) -> None:

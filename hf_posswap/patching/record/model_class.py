@@ -24,8 +24,11 @@ from hf_posswap.compat.accelerate_state import hook_of
 from hf_posswap.compat.peft_wrappers import (
     base_layer_of,
     change_saved_weights,
+    copy_for,
     original_of,
     read_adapter_weights,
+    unload_whole,
+    watch_adapter_names,
     watch_hotswaps,
 )
 from hf_posswap.compat.torch_modules import give_class
@@ -43,6 +46,7 @@ from hf_posswap.patching.record.adapter_marks import (
 from hf_posswap.patching.record.config_class import on_new_config_class, plugin_config_class
 from hf_posswap.patching.record.record import SwapRecord, native_config
 from hf_posswap.patching.record.refusals import architecture_of, mark, refuse_elsewhere, unmark, weight_to_mark
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.public_names import after_import
 from hf_posswap.utils.threads import once
 
@@ -304,15 +308,49 @@ def _unmarked_adapter(model: nn.Module, weights: dict[str, Tensor]) -> dict[str,
     return unmark_adapter(weights)
 
 
+def _refuse_mixed_positions(model: nn.Module, adapter_names: list[str]) -> None:
+    """Refuse a batch whose rows would need position parameters of several adapters: attention reads one set for all.
+
+    Raises:
+        UnsupportedSwapError: names the module, and what works.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(original_of(module), Mechanism):
+            continue
+        used = {adapter: copy_for(module, adapter) for adapter in adapter_names}
+        if any(copy is not copy_for(module, None) for copy in used.values()):
+            raise UnsupportedSwapError(
+                f"adapter_names gives rows of one batch to {', '.join(used)}, and {name} has position parameters for "
+                "each adapter, of which a batch can use only those of the active one. What works: one batch for each "
+                "adapter, after set_adapter, or disable_adapter for __base__."
+            )
+
+
 after_import(
     "peft.peft_model",
     ready="get_model_status",
     action=lambda module: change_saved_weights(module, _marked_adapter, _unmarked_adapter),
 )
 after_import(
+    "peft.peft_model",
+    ready="get_model_status",
+    action=lambda module: watch_adapter_names(module, _refuse_mixed_positions),
+)
+after_import(
     "peft.utils.hotswap",
     ready="hotswap_adapter",
     action=lambda module: watch_hotswaps(module, refuse_misfit, _unmarked_adapter),
+)
+
+after_import(
+    "peft.tuners.tuners_utils",
+    ready="BaseTuner",
+    action=lambda module: unload_whole(module.BaseTuner, Mechanism),
+)
+after_import(
+    "peft.tuners.mixed.model",
+    ready="MixedModel",
+    action=lambda module: unload_whole(module.MixedModel, Mechanism),
 )
 
 

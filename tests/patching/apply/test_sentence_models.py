@@ -153,3 +153,23 @@ def test_one_without_or_with_several_transformers_models_is_refused() -> None:
     none = SentenceTransformer(modules=[one[1]], device="cpu")
     with pytest.raises(UnsupportedSwapError, match="has no transformers model in it"):
         patch_model(none, "rope")
+
+
+def test_a_cross_encoder_is_told_of_the_length_at_which_it_cuts(tmp_path: Path) -> None:
+    """Only a SentenceTransformer's length follows: another one, swapped as told, would go on to cut its texts."""
+    inner = sentences()
+    config = transformers.BertConfig(**inner_of(inner).config.to_dict() | {"num_labels": 1})
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    inner.tokenizer.save_pretrained(tmp_path)
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(tmp_path), device="cpu")
+    cut = model.max_seq_length
+    message = rf"got CrossEncoder; .*get_submodule.*Then set \.max_seq_length of the CrossEncoder: .* at {cut} tokens"
+    with pytest.raises(UnsupportedSwapError, match=message):
+        patch_model(model, "rope", max_length=2048)
+    patch_model(next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), "rope")
+    one, other = [("a ship", LINES[1] * 2 + end) for end in ("ship", "sea")]
+    assert gap(*map(torch.tensor, (model.predict([one]), model.predict([other])))) == 0
+    model.max_seq_length = 2048
+    assert gap(*map(torch.tensor, (model.predict([one]), model.predict([other])))) > 0
