@@ -107,6 +107,13 @@ class Division(NamedTuple):
         return _pairs(self.rest) <= MOST_REST * _pairs(self.fast)
 
 
+class RegionBlocks(NamedTuple):
+    """The numbers of the regions that hold any pair, and the pairs of each as flex_attention takes them."""
+
+    numbers: tuple[int, ...]
+    blocks: tuple[BlockMask, ...]
+
+
 @dataclass(frozen=True)
 class Request:
     """One attention call, after rotation.
@@ -125,7 +132,7 @@ class Request:
         find_layout: gives what is seen, or None where segments do not tell it; asked at the end.
         find_shown: gives the mask as flex_attention takes it, where there is one that it takes; asked at the end.
         shared: gives what a function makes for a key, once for all layers that stand alike.
-        shared_under_mask: the same, for what depends on the mask too.
+        regions_once: gives what a function makes of the regions, once for all layers that stand alike under the mask.
     """
 
     mechanism: Mechanism
@@ -141,7 +148,7 @@ class Request:
     find_layout: Callable[[], Layout | None]
     find_shown: Callable[[], BlockMask]
     shared: Callable[[Any, Callable[[], Any]], Any]
-    shared_under_mask: Callable[[Any, Callable[[], Any]], Any]
+    regions_once: Callable[[Callable[[], RegionBlocks]], RegionBlocks]
 
     @property
     def scaling(self) -> float:
@@ -285,7 +292,7 @@ def _hankel(request: Request, pieces: Pieces) -> Tensor:
 
 def _flex(request: Request, pieces: Pieces) -> Tensor:
     if request.mechanism.splits:
-        numbers, blocks = request.shared_under_mask("region blocks", lambda: _region_blocks(request))
+        numbers, blocks = request.regions_once(lambda: _region_blocks(request))
         pairs = _turned(request, [pieces()[number] for number in numbers])
         (value,) = as_attended(request.value)
         return attend_by_regions(_regions_kernel(request), pairs, value, blocks, scaling=request.scaling)
@@ -307,8 +314,8 @@ def _regions_kernel(request: Request) -> str:
     return CHUNK_REGIONS if any(region.size > 1 for region in request.mechanism.regions or ()) else REGIONS
 
 
-def _region_blocks(request: Request) -> tuple[tuple[int, ...], tuple[BlockMask, ...]]:
-    """Return the regions that hold any pair, by their numbers, and the pairs of each as flex_attention takes them."""
+def _region_blocks(request: Request) -> RegionBlocks:
+    """Return the regions that hold any pair, and the pairs of each."""
     layout, rows, columns = request.layout, request.span.query, request.span.key
     segments = None if layout is None else (*layout.regular, *layout.irregular)
     is_past = segments is not None and all(segment.distances[0] >= 0 for segment in segments)
@@ -317,14 +324,15 @@ def _region_blocks(request: Request) -> tuple[tuple[int, ...], tuple[BlockMask, 
     if request.mask is not None:
         shown = request.mask[..., : request.key.shape[2]]
         held = (region.holds(rows[:, None, :, None], columns[:, None, None]) for region in regions.values())
-        return tuple(regions), tuple(shown_blocks(shown & region) for region in held)
+        return RegionBlocks(tuple(regions), tuple(shown_blocks(shown & region) for region in held))
     assert segments is not None, "chosen without being asked"
     length, device, start = request.query.shape[2], request.query.device, segments[0].start
-    return tuple(regions), tuple(
+    blocks = (
         past_blocks(length, length, device, max(region.low or 0, 0), region.high, size=region.size,
                     start=0 if region.size == 1 else start)
         for region in regions.values()
     )  # fmt: skip
+    return RegionBlocks(tuple(regions), tuple(blocks))
 
 
 def _is_one_text(request: Request) -> bool:

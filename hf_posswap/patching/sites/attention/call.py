@@ -137,7 +137,7 @@ class AttentionCall:
             find_layout=lambda: self._layout(query, key.shape[2], mask, causal=causal),
             find_shown=lambda: self._shown(mask, key.shape[2]),
             shared=self._once(),
-            shared_under_mask=lambda name, make: self._shared_under(mask, name, make),
+            regions_once=lambda make: self._shared_under(mask, "region blocks", make),
         )
 
     def _layout(self, query: Tensor, keys: int, mask: Tensor | None, *, causal: bool) -> Layout | None:
