@@ -250,8 +250,8 @@ def refuse_inside(model: PreTrainedModel, sites: Sites, stack: Stack, scheme: Sc
     if stack.rotary and seen is not None and exact is not None and seen <= exact:
         layers = "every layer that rotates" if stack.nope_layers else "every layer"
         raise UnsupportedSwapError(
-            f"{scheme.name} with window {exact} would change nothing: {type(model).__name__} sees only "
-            f"the last {seen} keys in {layers}. What works: a smaller window."
+            f"{scheme.name} with exact distances below {exact} would change nothing: {type(model).__name__} sees only "
+            f"the last {seen} keys in {layers}. What works: fewer exact ones, by a smaller window (shift in string)."
         )
     if stack.spec.layers_share and mechanism.for_layer(0) is not mechanism:
         raise UnsupportedSwapError(
