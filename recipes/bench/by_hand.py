@@ -8,13 +8,13 @@ python -m recipes.bench.by_hand losses MODEL FOLDER LENGTH [CHUNK]
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -62,7 +62,9 @@ def losses(model_path: str, texts: str, length: str, chunk: str = "") -> None:
     They are read in chunks with a cache if `chunk` is given, a number of tokens. The output head runs on 512 states at
     a time, as the logits of a whole text may not fit into memory.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_path, trust_remote_code=False, dtype=torch.float32).eval()
+    (architecture,) = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["architectures"]
+    cls = {cls.__name__: cls for cls in (GPT2LMHeadModel, LlamaForCausalLM)}[architecture]
+    model = cls.from_pretrained(model_path, trust_remote_code=False, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, trust_remote_code=False)
     rows = []
     for path in sorted(Path(texts).iterdir())[:2]:
