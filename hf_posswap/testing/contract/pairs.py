@@ -15,11 +15,12 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 from hf_posswap import SwapPlan, patch_model, plan_swap, swap_plan
 from hf_posswap.compat.transformers_attention import IMPLEMENTATION, can_choose_attention, supports_sdpa
 from hf_posswap.compat.transformers_calls import CACHE_NAMES, cache_argument, forward_parameters
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Stack
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.inspect.describe import stand_ins
-from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes import SCHEMES, make_scheme
 from hf_posswap.schemes.base import is_sum
 from hf_posswap.testing.contract.checks import NOISE
 from hf_posswap.testing.contract.models import FIRST_WORD, LENGTH, MODELS, VOCABULARY, Limits, Tiny
@@ -296,9 +297,22 @@ def _options(pair: Pair) -> dict[str, object]:
         options["p"] = 0.25
     if hasattr(SCHEMES.get(pair.scheme), "init_std"):  # at zero it would be no mechanism yet
         options["init_std"] = 1.0
+    if not _reaches_longer(pair.scheme, geometry, options):  # as STRING, which reaches less than twice its length
+        options["original_length"] = LONGER
     # a blend still uses the old table, and ends where that does
     faded = pair.scheme == "blend" and locate(_untouched(pair.model)).table_path is not None
     return {"max_length": LENGTH if faded else LONGER, **options}
+
+
+def _reaches_longer(scheme: str, geometry: Geometry, options: dict[str, object]) -> bool:
+    """Return whether a scheme that has an original length can be stretched to `LONGER`; others count as if."""
+    if not hasattr(SCHEMES.get(scheme), "original_length"):
+        return True
+    try:
+        make_scheme(scheme, **options).resolve(geometry, LONGER)
+    except SchemeError as error:
+        return f"max_length is {LONGER}" not in str(error)
+    return True
 
 
 def refusal(pair: Pair) -> str | None:

@@ -23,7 +23,7 @@ SETTINGS = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, 
 PROMPTS = [words(1, length, seed=length)[0].tolist() for length in (4, 30, 6, 40)]
 REFUSED = (
     *("alibi", "kerple", "t5", "fire", "blend", "self_extend", "rerope", "leaky_rerope", "dual_chunk", "dynamic"),
-    *("longrope", "sum"),
+    *("longrope", "string", "sum"),
 )
 """Schemes that ask where cached keys stand, or whose angles follow the length."""
 PICTURES = {"alibi_2d", "learned_2d", "rope_2d", "sinusoidal_2d"}
