@@ -327,8 +327,8 @@ def forecast(seconds: Mapping[str, float], work: Work, units: int, models: int) 
     if total < _SAID_SECONDS:
         return []
     longest = sorted(seconds, key=lambda metric: -seconds[metric])
-    parts = ", ".join(f"{metric} {duration(seconds[metric])}" for metric in longest if seconds[metric] >= 0.05 * total)
-    lines = [f"{units:,} units of {models} model{'s' * (models > 1)} take about {duration(total)} here: {parts}."]
+    shares = ", ".join(f"{metric} {duration(seconds[metric])}" for metric in longest if seconds[metric] >= total / 20)
+    lines = [f"{units:,} units of {models} model{'s' * (models > 1)} take about {duration(total)} here: {shares}."]
     if total < _HOUR:
         return lines
     prompts = sum(seconds.get(metric, 0.0) for metric in ("passkey", "ruler_lite"))

@@ -472,9 +472,9 @@ def _errors_by_regions(kernel: str, device: str, length: int, learned: bool) -> 
     if kernel != MASKED_REGIONS:
         shown = (rows[:, None] >= rows).expand_as(shown)
     apart = rows[:, None] // size - rows // size
-    held = [(apart >= low) & (apart < (length if high is None else high)) for low, high in bounds]
+    regions = [(apart >= low) & (apart < (length if high is None else high)) for low, high in bounds]
     if kernel == MASKED_REGIONS:
-        blocks = [shown_blocks(shown & region) for region in held]
+        blocks = [shown_blocks(shown & region) for region in regions]
     else:
         blocks = [past_blocks(length, length, rows.device, low, high, size=size) for low, high in bounds]
     heads = [2, *(heads for _ in bounds for heads in (4, 2))]  # of the values, and of each region's queries and keys
@@ -487,17 +487,17 @@ def _errors_by_regions(kernel: str, device: str, length: int, learned: bool) -> 
         pairs = list(zip(turned[::2], turned[1::2], strict=True))
         result = attend_by_regions(kernel, pairs, value, blocks, scaling=0.3)
         scores = torch.full((), torch.finfo(torch.float32).min, device=device)
-        for (query, key), region in zip(pairs, held, strict=True):
+        for (query, key), region in zip(pairs, regions, strict=True):
             of_region = query.float() @ key.float().repeat_interleave(2, dim=1).transpose(-1, -2) * 0.3
             scores = torch.where(region & shown, of_region, scores)
         chances = scores.softmax(-1).masked_fill(~shown, 0.0)  # zeros for the padding, which sees nothing
         return _differences(result, chances @ value.float().repeat_interleave(2, dim=1), leaves, learned=learned)
 
 
-def _differences(found: Tensor, expected: Tensor, leaves: Sequence[Tensor], *, learned: bool) -> list[float]:
+def _differences(result: Tensor, expected: Tensor, leaves: Sequence[Tensor], *, learned: bool) -> list[float]:
     """Return the greatest difference of two results, and those of their gradients if `learned`, relative to sizes."""
-    pairs = [(found, expected)]
+    pairs = [(result, expected)]
     if learned:
-        grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (found, expected))
+        grads = (torch.autograd.grad(out.float().square().sum(), leaves) for out in (result, expected))
         pairs += [(a / b.abs().amax(), b / b.abs().amax()) for a, b in zip(*grads, strict=True)]
     return [float((a.detach().float() - b.detach().float()).abs().max()) for a, b in pairs]

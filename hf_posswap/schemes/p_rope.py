@@ -155,7 +155,7 @@ class Cope(OwnRotary):
     The angles are the model's own, its scaling included, unless `base` is given: the paper trains with a larger base.
     It has nothing to do with contextual position encoding (arXiv 2405.18719), which is called CoPE too.
 
-    The last pair's angle is 1e-20 of its own instead of none, so that a stock config can hold it in a list of divisors:
+    The last pair keeps 1e-20 of its angle instead of none, so that a stock config can hold it in a list of divisors:
     its sine is lost in the rounding of float32 at every position below 10^12.
 
     Attributes:

@@ -497,7 +497,7 @@ class String(Piecewise):
             authors recommend L/4 to 2L/5.
         local: W, the distance of a pair that is S apart, at most S; None takes 128, or S/2 where that is less. The
             authors recommend 128 to 512.
-        attention_factor: factor on cos and sin, beside the model's own.
+        attention_factor: factor on cos and sin, times the model's.
 
     Example:
         >>> from hf_posswap.geometry import Geometry
@@ -538,10 +538,10 @@ class String(Piecewise):
             )
         resolved = dataclasses.replace(resolved, shift=shift, local=local)
         if max_length is not None and resolved.reach(geometry) < max_length:
+            more = "" if self.shift is None else f"give a larger shift, less than {original}, or "
             raise SchemeError(
                 f"{self.name}: shift {shift} and local {local} reach {resolved.reach(geometry)} tokens, but max_length "
-                f"is {max_length}; give a larger shift, less than {original}, or use 'self_extend' for more than twice "
-                "the original length."
+                f"is {max_length}; {more}use 'self_extend', which reaches any length."
             )
         return resolved
 

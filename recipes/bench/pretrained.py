@@ -67,7 +67,7 @@ SMOKE_LENGTH = 64
 EVALUATED, EVALUATION_TURNS = (8192, 128), 2
 """Tokens of the texts that `posswap eval` measures, and in smoke runs; turns."""
 EVAL_ROW = "posswap eval of two texts of {} tokens"
-BY_HAND = "by hand in transformers"
+BY_HAND = "a loop in transformers"
 
 
 class Reading:
@@ -211,7 +211,7 @@ def _whole(model: Any, ids: Tensor) -> Callable[[], Tensor]:
 
 
 def _evaluation(smoke: bool) -> dict[str, Any]:
-    """Return the row of `posswap eval` of two texts at three lengths, compared with one reading of each by hand."""
+    """Return the row of `posswap eval` of two texts at three lengths, compared with one reading of each by plain transformers."""
     length = EVALUATED[smoke]
     with tempfile.TemporaryDirectory() as folder:
         model = str(SMALL if smoke else checkpoint_of(_file()))
@@ -248,7 +248,7 @@ def _evaluation(smoke: bool) -> dict[str, Any]:
     ratio = interval(times["ours"], times[BY_HAND])
     minima = min(times["ours"]) / min(times[BY_HAND])
     wrong = [
-        f"perplexity of {length} tokens is {ours} and by hand {hand}"
+        f"perplexity of {length} tokens is {ours} and in the loop {hand}"
         for length, ours, hand in zip(lengths, perplexities["ours"], perplexities[BY_HAND], strict=True)
         if abs(ours / hand - 1) > 1e-4
     ]

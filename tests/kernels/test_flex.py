@@ -280,25 +280,25 @@ def test_flex_on_a_gpu_gives_gradients_and_needs_memory_of_order_length() -> Non
     ("rows", "columns"), [(1, 1), (128, 128), (129, 129), (300, 300), (1000, 1000), (300, 200), (200, 300)]
 )
 def test_the_blocks_of_a_mask_are_those_of_torch(rows: int, columns: int, low: int, high: int | None) -> None:
-    found = flex.past_blocks(rows, columns, torch.device("cpu"), low, high)
-    expected = create_block_mask(found.mask_mod, None, None, rows, columns, device="cpu")
-    assert_same_blocks(found, expected)
+    blocks = flex.past_blocks(rows, columns, torch.device("cpu"), low, high)
+    expected = create_block_mask(blocks.mask_mod, None, None, rows, columns, device="cpu")
+    assert_same_blocks(blocks, expected)
     apart = torch.arange(rows)[:, None] - torch.arange(columns)
-    held = (apart >= low) if high is None else (apart >= low) & (apart < high)
-    assert torch.equal(create_mask(found.mask_mod, None, None, rows, columns, device="cpu")[0, 0], held)
+    in_bounds = (apart >= low) if high is None else (apart >= low) & (apart < high)
+    assert torch.equal(create_mask(blocks.mask_mod, None, None, rows, columns, device="cpu")[0, 0], in_bounds)
 
 
 @pytest.mark.parametrize("region", [Region(50, 0, 1), Region(50, 1, 2), Region(50, 2, None), Region(300, 0, 1)])
 @pytest.mark.parametrize("start", [0, 7, 130])
 @pytest.mark.parametrize("length", [1, 128, 129, 700])
 def test_the_blocks_of_chunks_are_those_of_torch(length: int, start: int, region: Region) -> None:
-    found = flex.past_blocks(
+    blocks = flex.past_blocks(
         length, length, torch.device("cpu"), region.low or 0, region.high, size=region.size, start=start
     )
     at = torch.arange(start, start + length)
-    held = region.holds(at[:, None], at) & (at[:, None] >= at)
-    assert torch.equal(create_mask(found.mask_mod, None, None, length, length, device="cpu")[0, 0], held)
-    assert_same_blocks(found, create_block_mask(found.mask_mod, None, None, length, length, device="cpu"))
+    in_region = region.holds(at[:, None], at) & (at[:, None] >= at)
+    assert torch.equal(create_mask(blocks.mask_mod, None, None, length, length, device="cpu")[0, 0], in_region)
+    assert_same_blocks(blocks, create_block_mask(blocks.mask_mod, None, None, length, length, device="cpu"))
 
 
 def assert_same_blocks(found: BlockMask, expected: BlockMask) -> None:

@@ -323,8 +323,8 @@ def _region_blocks(request: Request) -> RegionBlocks:
                if not (is_past and region.is_ahead)}  # fmt: skip
     if request.mask is not None:
         shown = request.mask[..., : request.key.shape[2]]
-        held = (region.holds(rows[:, None, :, None], columns[:, None, None]) for region in regions.values())
-        return RegionBlocks(tuple(regions), tuple(shown_blocks(shown & region) for region in held))
+        masks = (shown & region.holds(rows[:, None, :, None], columns[:, None, None]) for region in regions.values())
+        return RegionBlocks(tuple(regions), tuple(map(shown_blocks, masks)))
     assert segments is not None, "chosen without being asked"
     length, device, start = request.query.shape[2], request.query.device, segments[0].start
     blocks = (
@@ -377,15 +377,15 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
     numbers, calls = request.shared(
         ("merge calls", id(division)), lambda: numbered_anew(region_calls(regions, division.fast))
     )
-    (value,), taken = as_attended(request.value), [all_pieces[number] for number in numbers]
+    (value,), used_pieces = as_attended(request.value), [all_pieces[number] for number in numbers]
     if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
-        parts = (
+        outputs = (
             attend_calls(_turned(request, [piece]), value, _of_pair(calls, number), scaling=request.scaling)
-            for number, piece in enumerate(taken)
+            for number, piece in enumerate(used_pieces)
         )
-        out = functools.reduce(torch.add, parts)
+        out = functools.reduce(torch.add, outputs)
     else:
-        out = attend_calls(_turned(request, taken), value, calls, scaling=request.scaling)
+        out = attend_calls(_turned(request, used_pieces), value, calls, scaling=request.scaling)
     for segment in division.rest:
         out = _with_split(request, out, segment, all_pieces)
     return out
