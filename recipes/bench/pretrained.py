@@ -211,7 +211,7 @@ def _whole(model: Any, ids: Tensor) -> Callable[[], Tensor]:
 
 
 def _evaluation(smoke: bool) -> dict[str, Any]:
-    """Return the row of `posswap eval` of two texts at three lengths, compared with reading each once in transformers."""
+    """Return the row of `posswap eval` of two texts at three lengths, compared with a loop in transformers."""
     length = EVALUATED[smoke]
     with tempfile.TemporaryDirectory() as folder:
         model = str(SMALL if smoke else checkpoint_of(_file()))
