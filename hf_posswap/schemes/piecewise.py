@@ -523,6 +523,10 @@ class String(Piecewise):
         factor = checks.number(self.name, "attention_factor", self.attention_factor, above=0.0)
         object.__setattr__(self, "attention_factor", factor)
 
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, relative=True)
+
     def resolve(self, geometry: Geometry, max_length: int | None) -> Self:
         resolved = super().resolve(geometry, max_length)
         original, shift = resolved.filled("original_length"), self.shift
