@@ -29,14 +29,13 @@ def scores(mechanism: Mechanism, query: Tensor, key: Tensor, positions: Tensor, 
         positions: of both, [B or 1, Q].
         length: tokens seen so far, per row, [B or 1, 1, 1, 1].
     """
-    raw_query, raw_key = query, key
-    if mechanism.rotates:
+    if mechanism.rotates:  # pieces then take keys as a cache holds them
         prepared = mechanism.prepare(positions, length)
         query, key = mechanism.rotate_query(query, prepared), mechanism.rotate_key(key, prepared)
     result = _products(query, key)
     for piece in mechanism.pieces(positions, positions) if mechanism.splits else ():
         count = query.shape[2]
-        turned = _products(piece.rotate_query(raw_query, 0, count), piece.rotate_key(raw_key, 0, count))
+        turned = _products(piece.rotate_query(query, 0, count), piece.rotate_key(key, 0, count))
         held = piece.pairs.holds(positions[:, :, None], positions[:, None, :])[:, None]
         result = torch.where(held, turned, result)
     if mechanism.scales:
