@@ -27,6 +27,8 @@ KINDS = {
     "openai-community/gpt2": "gpt2",
     "huggyllama/llama-7b": "llama",
     "meta-llama/Llama-2-7b-hf": "llama",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama",
     "HuggingFaceTB/SmolLM-135M": "llama",
     "google-bert/bert-base-uncased": "bert",
     "sentence-transformers/all-MiniLM-L6-v2": "bert",
