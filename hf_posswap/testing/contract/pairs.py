@@ -295,6 +295,9 @@ def _options(pair: Pair) -> dict[str, object]:
         options["original_length"] = LENGTH  # a config that does not say it
     if pair.scheme == "p_rope":  # the slowest pairs hardly turn in so few tokens
         options["p"] = 0.25
+    if pair.scheme == "cope":
+        turning = sum(angle > 0 for angle in geometry.frequencies or (1.0,) * 4)
+        options["faded"] = max(2, turning)
     if hasattr(SCHEMES.get(pair.scheme), "init_std"):  # at zero it would be no mechanism yet
         options["init_std"] = 1.0
     if not _reaches_longer(pair.scheme, geometry, options):  # as STRING, which reaches less than twice its length
