@@ -495,7 +495,7 @@ class String(Piecewise):
     Attributes:
         shift: S, distances below which are exact, less than L; None takes L/3, or more where max_length needs it. The
             authors recommend L/4 to 2L/5.
-        local: W, the distance of a pair that is S apart, at most S; None takes 128, or S/2 where that is less. The
+        local: W, the distance of a pair that is S apart, less than S; None takes 128, or S/2 where that is less. The
             authors recommend 128 to 512.
         attention_factor: factor on cos and sin, times the model's.
 
@@ -533,12 +533,12 @@ class String(Piecewise):
         if shift is None:
             beyond = 0 if max_length is None else max_length - original
             needed = beyond + (min(LOCAL, beyond - 1) if self.local is None else self.local)
-            shift = max(1, original // 3, min(original - 1, needed))
-        local = min(LOCAL, max(1, shift // 2)) if self.local is None else self.local
-        if not local <= shift < original:
+            shift = max(2, original // 3, min(original - 1, needed))
+        local = max(1, min(LOCAL, shift // 2)) if self.local is None else self.local
+        if not local < shift < original:
             raise SchemeError(
-                f"{self.name}: needs local <= shift < original length, got local={local}, shift={shift} and an "
-                f"original length of {original} tokens."
+                f"{self.name}: needs local < shift < original length, or nothing would be shifted; got local={local}, "
+                f"shift={shift} and an original length of {original} tokens."
             )
         resolved = dataclasses.replace(resolved, shift=shift, local=local)
         if max_length is not None and resolved.reach(geometry) < max_length:

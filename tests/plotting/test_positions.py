@@ -286,6 +286,12 @@ def test_every_scheme_for_texts_has_something_to_show() -> None:
             assert numbers.scores(subject, PLACED[-1:], PLACED).isfinite().all(), name
 
 
+def test_a_scheme_of_bounded_reach_is_drawn_so_far_and_says_so() -> None:
+    subject = numbers.shown(make_scheme("string"), numbers.sample_geometry(), factor=4.0)
+    assert (subject.name, subject.length) == ("string, to 597 tokens", 597)
+    assert numbers.shown(make_scheme("string"), numbers.sample_geometry(), factor=1.1).name == "string"
+
+
 @pytest.mark.parametrize("maps", [1, 2, 3, 4, 5])
 def test_no_words_lie_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: int) -> None:
     """Square maps leave their sheet little room: heading, names, axes and what stands below keep apart."""

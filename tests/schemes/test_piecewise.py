@@ -133,7 +133,7 @@ CASES = [
     (DualChunk(original_length=16), dual_chunk(12, 2)),
     (DualChunk(original_length=16, chunk=9, local=7), dual_chunk(9, 7)),
     (String(original_length=64), string(21, 10)),
-    (String(original_length=48, shift=7, local=7), string(7, 7)),
+    (String(original_length=48, shift=7, local=6), string(7, 6)),
     (String(original_length=48, shift=9, local=1), string(9, 1)),
 ]
 
@@ -314,8 +314,9 @@ def test_the_models_own_scaled_angles_are_kept() -> None:
         (LeakyReRope(window=8, slowdown=2), 64, r"window 8 and slowdown 2 reach 56 tokens, but max_length is 64"),
         (DualChunk(chunk=32), None, r"needs local < chunk < original length, got local=4, chunk=32 .* 32 tokens"),
         (DualChunk(chunk=8, local=8), None, r"needs local < chunk"),
-        (String(shift=8, local=9), None, r"needs local <= shift < original length, got local=9, shift=8 .* 32 tokens"),
-        (String(shift=32), None, r"needs local <= shift < original length, got local=16, shift=32 .* 32 tokens"),
+        (String(shift=8, local=9), None, r"needs local < shift < original length.*got local=9, shift=8 .* 32 tokens"),
+        (String(shift=8, local=8), None, r"or nothing would be shifted; got local=8, shift=8"),
+        (String(shift=32), None, r"needs local < shift < original length.*got local=16, shift=32 .* 32 tokens"),
         (String(shift=8, local=4), 37, r"reach 36 tokens, but max_length is 37; give a larger shift, less than 32, or"),
         (String(), 64, r"shift 31 and local 15 reach 48 tokens, but max_length is 64; use 'self_extend'"),
         (ReRope(original_length=1, log_scaling=True), None, r"window must be less than the original length, 1 "),

@@ -125,7 +125,7 @@ def shown(
         with suppress(SchemeError):
             resolved = whole.resolve(geometry, None)
             if geometry.original_length <= (reach := resolved.reach(geometry) or 0) < length:
-                return Shown(name or whole.name, resolved, geometry, reach, old)
+                return Shown(f"{name or whole.name}, to {reach} tokens", resolved, geometry, reach, old)
         raise
     return Shown(name or (str(scheme) if isinstance(scheme, Sum) else scheme.name), resolved, geometry, length, old)
 

@@ -295,9 +295,8 @@ def _options(pair: Pair) -> dict[str, object]:
         options["original_length"] = LENGTH  # a config that does not say it
     if pair.scheme == "p_rope":  # the slowest pairs hardly turn in so few tokens
         options["p"] = 0.25
-    if pair.scheme == "cope":
-        turning = sum(angle > 0 for angle in geometry.frequencies or (1.0,) * 4)
-        options["faded"] = max(2, turning)
+    if pair.scheme == "cope":  # so do its few; of a model that does not rotate, four do
+        options["faded"] = sum(angle > 0 for angle in geometry.frequencies or (1.0,) * 4)
     if hasattr(SCHEMES.get(pair.scheme), "init_std"):  # at zero it would be no mechanism yet
         options["init_std"] = 1.0
     if not _reaches_longer(pair.scheme, geometry, options):  # as STRING, which reaches less than twice its length
@@ -308,14 +307,14 @@ def _options(pair: Pair) -> dict[str, object]:
 
 
 def _reaches_longer(scheme: str, geometry: Geometry, options: dict[str, object]) -> bool:
-    """Return whether a scheme that has an original length can be stretched to `LONGER`; others count as if."""
+    """Return whether a scheme reaches `LONGER` tokens by itself, or cannot be given another original length."""
     if not hasattr(SCHEMES.get(scheme), "original_length"):
         return True
     try:
-        make_scheme(scheme, **options).resolve(geometry, LONGER)
-    except SchemeError as error:
-        return f"max_length is {LONGER}" not in str(error)
-    return True
+        reach = make_scheme(scheme, **options).resolve(geometry, None).reach(geometry)
+    except SchemeError:  # the pair is refused, with this reason
+        return True
+    return reach is None or reach >= LONGER
 
 
 def refusal(pair: Pair) -> str | None:

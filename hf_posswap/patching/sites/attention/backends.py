@@ -513,7 +513,7 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
         return True
     if name == "row_windowed" or request.pairs < MIN_QK_PAIRS:
         return False
-    if name == "flex":  # regions are not worth half a minute of compiling, unless one asks for it
+    if name == "flex":  # regions are compiled for those who ask: merged calls need no compiling
         is_wanted = not request.mechanism.splits and device_type(request.query) == "cuda"
         return is_wanted and request.pairs >= MIN_FLEX_QK_PAIRS
     if name == "chunked" and request.mechanism.distance_only:  # else the bias is a network's, with more inside
