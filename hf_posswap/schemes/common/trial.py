@@ -23,6 +23,9 @@ from hf_posswap.schemes.mechanism import Mechanism
 _QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
 """Positions of two rows; one query sees a key that comes later, as a mask may show it."""
 
+_PARTS = ("rotates", "splits", "scales", "biases")
+"""The flags of a mechanism that say which of its methods attention calls."""
+
 _tried: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_tried", default=False)
 
 
@@ -83,9 +86,19 @@ class _Trial:
             outputs += self._scales()
         if self.mechanism.biases:
             outputs += self._biases()
-        learned = [parameter for parameter in self.mechanism.parameters() if parameter.requires_grad]
-        if learned and outputs and not any(output.requires_grad for output in outputs):
+        if self._learns() and outputs and not any(output.requires_grad for output in outputs):
             raise self._wrong("its parameters", "get no gradient", "results that are computed from them")
+
+    def _learns(self) -> bool:
+        """Return whether a parameter is trained that is in use: a blend at weight 0 uses none of its new mechanism."""
+        unused: set[int] = set()
+        for inner in self.mechanism.modules():
+            if isinstance(inner, Mechanism) and inner is not self.mechanism and not self._uses(inner):
+                unused.update(map(id, inner.parameters()))
+        return any(parameter.requires_grad and id(parameter) not in unused for parameter in self.mechanism.parameters())
+
+    def _uses(self, inner: Mechanism) -> bool:
+        return any(getattr(inner, part) and getattr(self.mechanism, part) for part in _PARTS)
 
     def _rotations(self) -> Iterator[Tensor]:
         g, size = self.geometry, self.mechanism.head_dim
