@@ -251,6 +251,18 @@ def _swapped(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
     return turned if rotated is x else torch.cat((turned, x[..., width:]), dim=-1)
 
 
+def rotate_read(x: Tensor, table: CosSin, layout: Layout) -> Tensor:
+    """Return `rotate` of x up to rounding, in fewer passes over it: of keys that each step of decoding reads again."""
+    size = table.cos.shape[-1]
+    fits = layout == "half" and x.shape[-1] == 2 * size and x.dtype == table.cos.dtype and x.device.type == "cpu"
+    if not fits or not _is_plain(x, table) or (x.requires_grad and torch.is_grad_enabled()):
+        return rotate(x, table, layout)
+    turned = x * table.wide(layout)[0]
+    turned[..., :size].addcmul_(x[..., size:], table.sin, value=-1)
+    turned[..., size:].addcmul_(x[..., :size], table.sin)
+    return turned
+
+
 LARGE = 2**18
 """Elements of x from which `rotate` writes the result in place instead of concatenating."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_posswap import rope_math as rotary
 from hf_posswap.geometry import Layout
-from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, groups_of, rotate
+from hf_posswap.rope_math import CosSin, Frequencies, cos_sin, default_inv_freq, groups_of, rotate, rotate_read
 
 
 def modeling(name: str) -> Any:
@@ -131,6 +131,24 @@ def test_default_inv_freq_does_not_follow_the_default_dtype() -> None:
             assert torch.equal(default_inv_freq(10000.0, 64), expected)
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("layout", "width"), [("half", 8), ("half", 4), ("interleaved", 8)])
+@pytest.mark.parametrize("learns", [False, True])
+def test_keys_that_are_read_are_rotated_alike(layout: Layout, width: int, dtype: torch.dtype, learns: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 9, 3, 8, generator=generator).to(dtype).transpose(1, 2)  # [B, G, K, D] as a cache gives it
+    x.requires_grad_(learns)
+    table = cos_sin(torch.arange(9)[None] * 7, Frequencies(default_inv_freq(100.0, width)))
+    table = CosSin(table.cos.double(), table.sin.double()) if dtype == torch.float64 else table
+    before = x.detach().clone()
+    expected, found = rotate(x, table, layout), rotate_read(x, table, layout)
+    assert found.dtype == dtype
+    assert torch.equal(x.detach(), before)
+    assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+    if learns:
+        assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (expected, found)))
 
 
 def test_gradients_flow_through_the_rotation() -> None:

@@ -237,6 +237,17 @@ def is_growing_layer(layer: type) -> bool:
     return layer is DynamicLayer
 
 
+def is_growing_cache(cache: object) -> bool:
+    """Return whether `cache` is of the very class whose layers count their tokens each by itself, and stay in place.
+
+    Touches `cache_utils.DynamicCache` and `Cache.offloading`. Without it what was found of one layer would be taken for
+    another that counts otherwise.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    return type(cache) is DynamicCache and not getattr(cache, "offloading", True)
+
+
 def quantized_keys(layer: object) -> object:
     """Return what a quantizing cache layer stores of its older keys, in its own form; None: the layer quantizes none.
 

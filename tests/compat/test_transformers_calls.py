@@ -182,6 +182,17 @@ def test_is_growing_layer() -> None:
     assert filled("dynamic", 3).layers[0].keys.shape[-2] == 3
 
 
+def test_is_growing_cache() -> None:
+    """Caches whose layers say each by itself how many tokens they hold, before and after they took some."""
+    assert transformers_calls.is_growing_cache(filled("dynamic", 3))
+    others = (EncoderDecoderCache(DynamicCache(), DynamicCache()), DynamicCache(offloading=True), filled("static", 3))
+    assert not any(map(transformers_calls.is_growing_cache, others))
+    cache = filled("dynamic", 3)
+    for number, layer in enumerate(cache.layers):
+        assert cache.get_seq_length(number) == cache.get_query_offset(number) == layer.keys.shape[-2] == 3
+        assert cache.get_mask_sizes(2, number) == (5, 0)
+
+
 def test_self_attention_cache() -> None:
     own, cross = DynamicCache(), DynamicCache()
     assert transformers_calls.self_attention_cache(EncoderDecoderCache(own, cross)) is own

@@ -48,6 +48,9 @@ ARCHITECTURES = {
 }
 """llama.cpp's name of the architecture, by transformers' model type. Qwen2 is written as a Llama with biases:
 architecture "qwen2" reads no `rope_freqs.weight`."""
+SLIDING = ("gemma3_text",)
+"""Model types written here whose sliding window llama.cpp has: others see all tokens there. Of Phi-3 it reads the
+window, and lets it be (https://github.com/ggml-org/llama.cpp/pull/13676)."""
 STILL = 1e30
 """The divisor of a pair that does not turn."""
 Weights = dict[str, Tensor]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from hf_posswap.checkpoints.exports.gguf_contents import (
+    SLIDING,
     Contents,
     contents_of,
     divisors,
@@ -451,6 +452,8 @@ def ran_alike(model: PreTrainedModel, path: Path, position_config: PositionConfi
     count = min(position_config.length, MOST)
     if position_config.rope_type == "dynamic":  # plain rope there
         count = min(count, position_config.original or position_config.length)
+    if position_config.window is not None and position_config.model_type not in SLIDING:
+        count = min(count, position_config.window)
     ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     ends = sorted({max(1, (count - 1) * part // _COMPARED) for part in range(1, _COMPARED + 1)})
     tokens, found = run_llamacpp(path, ids, ends, count)

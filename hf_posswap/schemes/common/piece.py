@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.geometry import Layout
-from hf_posswap.rope_math import CosSin, rotate, widest
+from hf_posswap.rope_math import CosSin, rotate, rotate_read, widest
 
 Turn = Callable[[Tensor], CosSin]
 Keys = Literal["raw", "rotated", "copies", "far"]
@@ -139,8 +139,9 @@ class Piece:
         """Return keys `start` to `stop`, [B, G, stop - start, keys_per_token D], rotated for this piece: [..., D]."""
         if self.key is None:
             return key.unflatten(-1, (self.keys_per_token, -1))[..., self.copy, :] if self.keys_per_token > 1 else key
-        table = self.key.of(start, stop, key.dtype) if isinstance(self.key, LateTable) else _rows(self.key, start, stop)
-        return rotate(key, table, self.layout)
+        if isinstance(self.key, LateTable):
+            return rotate_read(key, self.key.of(start, stop, key.dtype), self.layout)
+        return rotate(key, _rows(self.key, start, stop), self.layout)
 
 
 def pair_outside(mechanism: Any, length: int) -> tuple[int, int, int] | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_posswap.compat.torch_tensors import keep_address, version_of
 from hf_posswap.compat.transformers_calls import (
     cache_layer_class,
+    is_growing_cache,
     is_growing_layer,
     quantized_keys,
     self_attention_cache,
@@ -224,6 +225,30 @@ def is_intact(layer: Any) -> bool:
     if keys.shape[-2] < left.shape[-2] and stamp is not None and stamp[1] != version_of(left):
         return False  # kept keys were moved to the front, in place
     return keys.shape[-2] <= left.shape[-2] and (*keys.shape[:-2], keys.shape[-1]) == (*left.shape[:-2], left.shape[-1])
+
+
+def is_as_left(layer: Any) -> bool:
+    """Return whether the keys of a growing layer are the very tensor that its own operations left, where it keeps that.
+
+    Less is asked than by `is_intact`, and answered sooner: one that is not may still be intact.
+    """
+    if not isinstance(layer, PositionedLayer):
+        return True
+    stamp = layer.posswap_stamp
+    return layer.keys is layer.posswap_keys and stamp is not None and stamp[0] == layer.keys.shape  # type: ignore[attr-defined]
+
+
+def growing_layers(cache: Cache, layer_idx: int) -> tuple[list[Any], tuple[type, torch.Size]] | None:
+    """Return the layers of a cache that grow, and class and shape of the keys [B, G, K, D] of one that holds some.
+
+    None: of such a cache another layer may count its tokens otherwise, or this one holds none.
+    """
+    if not is_growing_cache(cache) or layer_idx >= len(cache.layers):
+        return None
+    layer: Any = cache.layers[layer_idx]
+    if not is_growing_layer(getattr(layer, "native_class", type(layer))) or layer.keys is None:
+        return None
+    return cache.layers, (type(layer), layer.keys.shape)
 
 
 def watch(cache: Cache, layer_idx: int) -> None:

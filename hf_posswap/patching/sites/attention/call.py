@@ -188,15 +188,22 @@ class AttentionCall:
             dtype: of the queries.
             make: masks the bias [B or 1, H, Q, K] that it is given.
         """
-        bias = self.bias()
-        assert bias is not None
-        if bias.shape[2] > 1 or bias.requires_grad:  # of many queries it would be held until the forward ends
+
+        def made() -> Tensor:
+            bias = self.bias()
+            assert bias is not None
             return make(bias)
-        return self._shared_under(mask, ("masked", dtype), lambda: make(bias))
+
+        one = self.span.query.shape[-1] == 1  # that of many queries would be held until the forward ends
+        if not one or backends.is_learned(self.mechanism):
+            return made()
+        return self._shared_under(mask, ("masked", dtype), made)
 
     def _shared_under(self, mask: Tensor | None, name: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, made once for all layers that stand alike and see `mask` as it is."""
-        if isinstance(mask, Tensor) and not self.memo.knows(None, mask):
+        if mask is None:
+            return self._shared((name, None), make)
+        if not self.memo.knows(None, mask):
             return make()
         # the mask is held too, so that its id is not given to another
         known, _ = self._shared((name, id(mask), identity_of(mask)[1]), lambda: (make(), mask))

@@ -23,9 +23,15 @@ from hf_posswap.patching.edits.continuous_batching import (
 )
 from hf_posswap.patching.edits.edit import PluginOnly, Saved, TouchesModule, TouchesNothing
 from hf_posswap.patching.edits.restore import bring_all, device_of, keep_hooks, remove_hooks
-from hf_posswap.patching.sites.attention.cached_keys import keys_of
+from hf_posswap.patching.sites.attention.cached_keys import growing_layers, keys_of
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall
-from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, ForwardMemos, Span, identity_of
+from hf_posswap.patching.sites.attention.forward_memo import (
+    ForwardMemo,
+    ForwardMemos,
+    Span,
+    Standing,
+    identity_of,
+)
 from hf_posswap.patching.sites.attention.function import ConfigView, register_attention
 from hf_posswap.patching.sites.attention.positions import check_fits, check_not_packed, counted, find_span
 from hf_posswap.schemes.base import Scheme
@@ -72,28 +78,51 @@ class PositionHook:
         hidden = args[0] if args else kwargs[self.hidden_argument]
         tokens_first = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
+        memo, mechanism = self.memos.now(), self.mechanism
+        standing = memo.standing
+        given = kwargs.get("position_ids"), hidden.shape, hidden.device, len(args)
+        if standing is None or not standing.is_of(mechanism, module.layer_idx, kwargs, given):
+            standing = self._standing(module, mechanism, memo, hidden, args, kwargs, given)
+        if memo.in_forward:
+            memo.calls += 1
+        call = AttentionCall(mechanism, standing.span, memo, standing.keys, paged=standing.paged)
+        kwargs = {**kwargs, CALL_ARGUMENT: call}
+        if standing.keys != "raw" and standing.slot is not None and standing.cache is not None:
+            if standing.view is None:
+                standing.view = cache_view(standing.cache, call.written)
+            args, kwargs = _with(args, kwargs, standing.slot, standing.view)
+        return args, kwargs
+
+    def _standing(
+        self,
+        module: nn.Module,
+        mechanism: Mechanism,
+        memo: ForwardMemo,
+        hidden: Tensor,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, Any],
+        given: tuple[object, ...],
+    ) -> Standing:
+        """Return where the tokens `hidden` [B, Q, E] stand, and how the cache takes their keys."""
         slot_and_cache = cache_of_call(module, args, kwargs)
         slot, cache = (None, None) if slot_and_cache is None else slot_and_cache
-        position_ids, first, memo = kwargs.get("position_ids"), self.first, self.memos.now()
+        position_ids, first = kwargs.get("position_ids"), self.first
         if position_ids is None:
             position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
-        if not torch.compiler.is_compiling():
-            memo.calls += 1
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
-        mechanism = self.mechanism
         paged = cache is not None and is_paged_cache(cache)
         if paged and needs_key_positions(mechanism):
             Refusal(type(module).__name__)()  # by another way than the model's own methods
         own = None if cache is None or paged else self_attention_cache(cache)
         keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden)
-        writes_rotated = keys != "raw"
-        keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and not writes_rotated)
+        keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and keys == "raw")
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
-        call = AttentionCall(mechanism, span, memo, keys, paged=paged)
-        kwargs = {**kwargs, CALL_ARGUMENT: call}
-        if writes_rotated and slot is not None and cache is not None:
-            args, kwargs = _with(args, kwargs, slot, cache_view(cache, call.written))
-        return args, kwargs
+        standing = Standing(mechanism, span, keys, slot, cache, paged, given)
+        if memo.in_forward and own is not None and isinstance(slot, str):
+            known = growing_layers(own, layer)
+            standing.layers, standing.kept = (None, None) if known is None else known
+            memo.standing = standing
+        return standing
 
     def check_used(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: Any) -> None:
         """Check after a forward of `module` that it attended through the attention function that it was told of.
@@ -101,10 +130,8 @@ class PositionHook:
         Raises:
             PosswapError: it did not, so that the scheme had no effect.
         """
-        if torch.compiler.is_compiling():
-            return
         call = kwargs.get(CALL_ARGUMENT)
-        if call is None or not call.used:
+        if (call is None or not call.used) and not torch.compiler.is_compiling():
             raise PosswapError(
                 f"{type(module).__name__} attended without the scheme that was put inside it: it does not ask "
                 "transformers' AttentionInterface, or does not hand its keyword arguments on, in this release of "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ from torch import Tensor, nn
 from hf_posswap.compat.python_objects import self_of
 from hf_posswap.compat.torch_tensors import in_backward, version_of
 from hf_posswap.families.base import PositionSource
+from hf_posswap.patching.sites.attention.cached_keys import is_as_left
+from hf_posswap.schemes.common.piece import Keys
+from hf_posswap.schemes.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
+
+    from hf_posswap.compat.transformers_attention import Attention
 
 T = TypeVar("T")
 
@@ -56,6 +64,52 @@ class Span:
         return self.query.amax(dim=-1)[:, None, None, None] + 1
 
 
+@dataclass
+class Standing:
+    """How an attention layer was called, and where its tokens stand: one that is called alike stands alike.
+
+    Attributes:
+        mechanism: of the layer.
+        span: where queries and keys stand.
+        keys: the form in which cached keys come.
+        slot: place or name of the cache among the arguments; None: there is no cache.
+        cache: as the layer was given it.
+        paged: whether it holds many requests side by side.
+        given: position ids, and what is compared by value: shape and device of its input, arguments without a name.
+        layers: of the cache, all of which grow; None: each layer has to be looked at.
+        kept: class of the cache's layer, and shape of the keys in it, [B, G, K, D].
+        view: of the cache, by which keys are written with the scheme's rotation; None: none was needed yet.
+    """
+
+    mechanism: Mechanism
+    span: Span
+    keys: Keys
+    slot: int | str | None
+    cache: Cache | None
+    paged: bool
+    given: tuple[object, ...]
+    layers: list[Any] | None = None
+    kept: tuple[type, torch.Size] | None = None
+    view: Cache | None = None
+
+    def is_of(self, mechanism: Mechanism, layer: Any, kwargs: Mapping[Any, object], given: tuple[object, ...]) -> bool:
+        """Return whether a layer of the same forward is called alike, and its keys are as the cache left them.
+
+        Args:
+            mechanism: of the layer.
+            layer: its index in the cache.
+            kwargs: of its call.
+            given: as the attribute.
+        """
+        if self.layers is None or mechanism is not self.mechanism or kwargs.get(self.slot) is not self.cache:
+            return False
+        if layer >= len(self.layers) or given[0] is not self.given[0] or given[1:] != self.given[1:]:
+            return False
+        kept = self.layers[layer]
+        keys = getattr(kept, "keys", None)
+        return keys is not None and (type(kept), keys.shape) == self.kept and is_as_left(kept)
+
+
 def identity_of(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:
     """Return a tensor and its version, by which it is known again if nothing was written into it since."""
     if position_ids is None or torch.compiler.is_compiling():  # a traced tensor has no version
@@ -88,6 +142,10 @@ class ForwardMemo:
     """Whether a layer wrote changed keys into a cache, which other layers may read."""
     calls: int = 0
     """How often attention modules asked for it."""
+    standing: Standing | None = None
+    """How the layer before was called, where a layer that is called alike surely stands alike."""
+    attends: tuple[PreTrainedConfig, str | None, Attention | None] | None = None
+    """The config that the layer before went by, its implementation's name, and what stands under that name."""
     drops_bias: bool = False
     """Whether the bias that the model itself makes was taken away: what is left of it is zeros."""
     source: PositionSource = "arange"
@@ -99,6 +157,7 @@ class ForwardMemo:
         """Forget everything."""
         self.entries.clear()
         self.masks.clear()
+        self.standing = self.attends = None
         self.wrote_keys = False
 
     def knows(self, cache: object, *tensors: Tensor | None) -> bool:
@@ -161,7 +220,7 @@ class ForwardMemos:
         """Return the memo of the forward that runs."""
         if torch.compiler.is_compiling():
             return self.traced
-        memo = self.of_thread()
+        memo = self._running()[-1][1]
         if self.begun_traced and not memo.in_forward:  # an uncompiled part of a compiled forward
             return replace(self.traced, entries=[], masks=[])
         return memo
@@ -216,7 +275,7 @@ class ForwardMemos:
         """Forget the forwards of this thread except the `depth` outermost, and what directly called layers left."""
         running = self._running()
         while running[-1][0] >= depth:
-            running.pop()
+            running.pop()[1].clear()  # a view of the cache holds the memo, which holds the view
         running[0][1].clear()
         return running
 

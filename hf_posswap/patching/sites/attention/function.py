@@ -122,14 +122,15 @@ def posswap_attention(
         raise _without_scheme(module)
     call.used = True
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
-    name = attention_implementation(native)
+    name, attend = _named(call.memo, native)
     if call.memo.drops_bias:
         kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)
     query = call.scaled(query)
     if call.mechanism.biases and name == "sdpa":  # sdpa takes masks of the dtype that autocast gives the rest
         query, key, value = as_attended(query, key, value)
-    _watch(call, query, key, attention_mask, kwargs)
+    if call.mechanism.watches:
+        call.mechanism.watch(query, key, kwargs.get("scaling"), attention_mask, kwargs.get("sliding_window"))
     masks_by_head = _masks_by_head(call, module, name, query, key)
     # for one query all backends are the same
     if query.shape[2] > 1 and not masks_by_head and backends.backends_of(call.mechanism):
@@ -143,14 +144,26 @@ def posswap_attention(
         kwargs = {**kwargs, "position_bias": read}
     elif call.mechanism.biases:
         attention_mask, kwargs = _with_bias(call, attention_mask, kwargs, name, module, query, key)
+    if attend is not None:
+        return attend(module, query, key, value, attention_mask, **kwargs)
     attend, target = implementation(module, native, name)
     return attend(target, query, key, value, attention_mask, **kwargs)
 
 
-def _watch(call: AttentionCall, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
-    """Show queries and keys to a mechanism that records them."""
-    if call.mechanism.watches:
-        call.mechanism.watch(query, key, kwargs.get("scaling"), mask, kwargs.get("sliding_window"))
+def _named(memo: ForwardMemo, config: PreTrainedConfig) -> tuple[str | None, Attention | None]:
+    """Return the name of the implementation that `config` names, and for sdpa the function under it.
+
+    Each layer of each step asks, and transformers answers slowly: layers of one forward that share a config are told
+    what the first was.
+    """
+    known = memo.attends
+    if known is not None and known[0] is config:
+        return known[1:]
+    name = attention_implementation(config)
+    attend = attention_function(name, None) if name == "sdpa" else None
+    if memo.in_forward:
+        memo.attends = config, name, attend
+    return name, attend
 
 
 def _without_scheme(module: nn.Module) -> PosswapError:
@@ -218,8 +231,6 @@ def _split(
 
 def implementation(module: nn.Module, config: PreTrainedConfig, name: str | None) -> tuple[Attention, object]:
     """Return the attention function called `name` for `module`, whose model has `config`, and what to call it with."""
-    if name == "sdpa":  # asked for in each layer of each step: no more than needed
-        return attention_function(name, None), module
     if name == "eager" and getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's own float32 attention
         return _upcast_eager, module
     eager = getattr(module, "eager_attention", None) or eager_function(type(module))

@@ -51,13 +51,15 @@ class Ranges(NamedTuple):
     Attributes:
         ranges: of the pieces that hold any, in their order.
         end: the key from which on no row sees any.
+        turns: of the query for the pieces of `ranges`, [B or 1, 1, P, R/2]; None: some keys are in no range.
     """
 
     ranges: list[KeyRange]
     end: int
+    turns: CosSin | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Scoring:
     """What the scores of a block are made of.
 
@@ -95,7 +97,8 @@ class Scoring:
     def block(self, start: int, stop: int) -> Tensor:
         """Return the masked scores of queries start to stop, [B, H, q, K], of dtype `wide`."""
         seen, keys = self._seen(start, stop), self.key_positions.shape[1]
-        ranges = self._holding(start, stop, seen) if self.query.shape[2] > 1 else self.ranges_of_one().ranges
+        is_read = self.query.shape[2] == 1 and self._can_read()
+        ranges = self.ranges_of_one().ranges if is_read else self._holding(start, stop, seen)
         turned: dict[object, Tensor] = {}
         by_range = [self._range_scores(key_range, start, stop, turned) for key_range in ranges]
         is_split = all(r.which is None for r in ranges) and sum(r.high - r.low for r in ranges) == keys
@@ -113,11 +116,12 @@ class Scoring:
 
     def ranges_of_one(self) -> Ranges:
         """Return which keys each piece holds for the one query, read once for all layers that ask the same."""
-        if not self._can_read():
-            return Ranges(self._holding(0, 1, None), self.key_positions.shape[1])
-        if self._known not in self.memo:  # the mask is held too, so that its id is not given to another
-            self.memo[self._known] = self._read_ranges(), self.mask
-        ranges: Ranges = self.memo[self._known][0]
+        known = self.key_positions.shape[1], id(self.mask), identity_of(self.mask)[1]
+        if known not in self.memo:
+            if not self._can_read():
+                return _ranges(self._holding(0, 1, None), self.key_positions.shape[1])
+            self.memo[known] = self._read_ranges(), self.mask  # held too, so that its id is not given to another
+        ranges: Ranges = self.memo[known][0]
         return ranges
 
     def _can_read(self) -> bool:
@@ -145,22 +149,13 @@ class Scoring:
         end = keys
         if shown is not None and shown.any(dim=-1).all():  # else a row that sees no key attends to all of them
             end = int(shown.any(dim=0).nonzero()[-1, -1]) + 1
-        return Ranges(sorted(ranges, key=lambda key_range: key_range.low), end)
-
-    @property
-    def _known(self) -> tuple[Any, ...]:
-        """By what layers know that they ask the same for one query."""
-        return self.key_positions.shape[1], id(self.mask), identity_of(self.mask)[1]
+        return _ranges(sorted(ranges, key=lambda key_range: key_range.low), end)
 
     def one(self) -> Tensor | None:
         """Return attention of the one query [B, 1, H, Dv]; None: some of its keys are in no piece's range."""
-        ranges, end = self.ranges_of_one()
-        if not _cover(ranges, end) or (self.mask is not None and self.mask.shape[1] > 1):
+        ranges, end, turns = self.ranges_of_one()
+        if turns is None or (self.mask is not None and self.mask.shape[1] > 1):
             return None
-        if ("turns", self._known) not in self.memo:
-            tables = tuple(CosSin(one.piece.query.cos, one.piece.query.sin) for one in ranges)
-            self.memo["turns", self._known] = in_a_row(tables)
-        turns = self.memo["turns", self._known]
         key, value = (states if states.shape[2] == end else states[:, :, :end] for states in (self.key, self.value))
         return attend_one(self.query, key, value, turns, ranges, self.mask, scaling=self.scaling)
 
@@ -245,6 +240,11 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
         return torch.matmul(by_group, right[:, :, None]).flatten(1, 2)
     together = by_group.flatten(2, 3)  # [B, G, H/G q, n]: nothing of `right` is repeated
     return torch.matmul(together, right).unflatten(2, (-1, rows)).flatten(1, 2)
+
+
+def _ranges(ranges: list[KeyRange], end: int) -> Ranges:
+    tables = tuple(CosSin(one.piece.query.cos, one.piece.query.sin) for one in ranges)
+    return Ranges(ranges, end, in_a_row(tables) if _cover(ranges, end) else None)
 
 
 def _cover(ranges: list[KeyRange], keys: int) -> bool:

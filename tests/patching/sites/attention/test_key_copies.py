@@ -134,9 +134,9 @@ def test_a_step_rotates_no_far_key(
     cache = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=LENGTH)
     model(IDS[:, :60], **with_cache(model, cache), use_cache=True)
     tokens: list[int] = []
-    for module in (piece, piecewise):
-        real = module.rotate
-        monkeypatch.setattr(module, "rotate", lambda x, *rest, real=real: tokens.append(x.shape[2]) or real(x, *rest))
+    for module, name in ((piece, "rotate"), (piece, "rotate_read"), (piecewise, "rotate")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda x, *rest, real=real: tokens.append(x.shape[2]) or real(x, *rest))
     model(IDS[:, 60:61], **with_cache(model, cache), use_cache=True)
     if kind == "dynamic" and scheme in TURNS_ON:
         assert set(tokens) == {1, 8}  # of 32 positions a quarter is the window

@@ -19,9 +19,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from hf_posswap import evict_keys, patch_model, unpatch_model
 from hf_posswap.errors import PosswapError
-from hf_posswap.patching.sites.attention import cached_keys
+from hf_posswap.patching.sites.attention import cached_keys, edits
+from hf_posswap.patching.sites.attention.forward_memo import Span, Standing
+from hf_posswap.patching.sites.attention.positions import find_span
 from hf_posswap.schemes import schemes_for
-from tests.contract.models import build
+from tests.contract.models import TINY, build
 from tests.contract.others import ALL
 from tests.contract.pairs import NOISE, Pair, gap, refusal, words
 from tests.stock import RELEASE, cache_in, with_cache
@@ -169,6 +171,41 @@ def test_layers_that_see_a_window_and_layers_that_see_all_share_one_record() -> 
             parts.append(run(model, IDS[:, start:stop], ROWS[:, start:stop], cache))
         assert gap(torch.cat(parts, dim=1), expected) < NOISE, kind
     assert isinstance(filled("by config", model).layers[0], DynamicSlidingWindowLayer)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *itertools.product(("gpt2", "opt"), ("rope", "alibi", "t5")),
+        *itertools.product(("llama", "gpt_neox"), ("alibi", "self_extend", "dual_chunk")),
+        ("bart", "alibi"),
+        ("bart", "rope"),
+    ],
+)
+def test_layers_that_are_called_alike_are_looked_at_once(
+    name: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = build(name) if name in TINY else ALL[name].build()
+    patch_model(model, scheme, max_length=64)
+    inputs, asked = ({"input_ids": IDS}, 0)
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = IDS
+
+    def counted(*args: Any, **kwargs: Any) -> Span:
+        nonlocal asked
+        asked += 1
+        return find_span(*args, **kwargs)
+
+    monkeypatch.setattr(edits, "find_span", counted)
+    with torch.no_grad():
+        cache = cache_in(model(**inputs, use_cache=True))
+        again = copy.deepcopy(cache)
+        asked = 0
+        found = model(**inputs, **with_cache(model, cache), use_cache=True).logits
+        assert asked == 1 + 2 * model.config.is_encoder_decoder  # no cache keeps what the encoder's two layers do
+        monkeypatch.setattr(Standing, "is_of", lambda *_: False)
+        assert torch.equal(found, model(**inputs, **with_cache(model, again), use_cache=True).logits)
+    assert asked > 2
 
 
 def test_one_row_of_positions_stays_one_row() -> None:
@@ -474,6 +511,27 @@ def test_evictions_in_place_and_of_some_layers_are_noticed(by: Any, scheme: str)
     for method in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), lambda cache: cache):
         with pytest.raises(PosswapError, match="of this cache were replaced by other means than the cache's own"):
             run(model, IDS[:, HALF:], at[:, HALF:], method(cache))
+
+
+def turned_over(layer: Any) -> None:
+    """Put as many keys in another order, as a tensor of its own."""
+    layer.keys, layer.values = layer.keys.flip(2), layer.values.flip(2)
+
+
+def shortened(layer: Any) -> None:
+    """Put fewer keys into the same tensor."""
+    layer.keys.data, layer.values.data = layer.keys.data[:, :, KEPT], layer.values.data[:, :, KEPT]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "t5"])
+@pytest.mark.parametrize("change", [turned_over, shortened])
+def test_one_layer_among_layers_that_are_called_alike_is_looked_at(change: Callable[[Any], None], scheme: str) -> None:
+    model = swapped("llama", scheme, num_hidden_layers=4)
+    for number in range(4):
+        cache = filled("dynamic", model)
+        change(cache.layers[number])
+        with pytest.raises(PosswapError, match=f"keys of layer {number} of this cache were replaced"):
+            rest(model, cache)
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "rope"])
