@@ -78,18 +78,20 @@ def markdown(results: Results) -> str:
     lines += [*([""] if lines else []), _measured_on(results, markdown_text), ""]
     lines += [_row(["model", *grid.header]), _row("---" for _ in ["model", *grid.header])]
     lines += [
-        _row([f"{sign_of(n)} {markdown_text(name)}", *map(_markdown_cell, cells)]) for n, name, cells in grid.rows
+        # numbers stay, other text, such as a reason, is escaped
+        _row(
+            [
+                f"{sign_of(n)} {markdown_text(name)}",
+                *(cell if _NUMBERS.fullmatch(cell) else markdown_text(cell) for cell in cells),
+            ]
+        )
+        for n, name, cells in grid.rows
     ]
     lines += ["", " ".join(grid.meanings)]
     if details := details_of(results):
         lines += ["", "Details:", "", *(f"- {markdown_text(text)}" for text in details)]
     lines += ["", *(f"- {markdown_text(text)}" for text in _remarks(results))]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_cell(cell: str) -> str:
-    """Return a cell of the grid as Markdown: numbers unchanged, other text, such as a reason, escaped."""
-    return cell if _NUMBERS.fullmatch(cell) else markdown_text(cell)
 
 
 def notebook(results: Results) -> str:

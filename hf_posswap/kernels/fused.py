@@ -86,7 +86,8 @@ def backward(
     shared = _for_heads(query.shape[1], key, value)
     backward = fused_attention_backward("cpu")
     to_query, *grads = backward(grad, query, *shared, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
-    to_key, to_value = (_by_group(x, key.shape[1]) for x in grads)
+    groups = key.shape[1]  # heads that share a key have the sum of their gradients
+    to_key, to_value = (x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2) for x in grads)
     return to_query, to_key, to_value
 
 
@@ -142,11 +143,6 @@ def _for_heads(heads: int, *shared: Tensor) -> list[Tensor]:
     if fused_takes_groups("cpu"):
         return list(shared)
     return [x.repeat_interleave(heads // x.shape[1], dim=1) for x in shared]
-
-
-def _by_group(grad: Tensor, groups: int) -> Tensor:
-    """Return the gradient [B, G, K, D] of the inputs of `_for_heads`."""
-    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
 def bias_dtype(dtype: torch.dtype) -> torch.dtype:

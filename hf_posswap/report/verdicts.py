@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
 from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.results import (
-    CostRow,
     DifferenceRow,
     FarContextRow,
-    KeptRow,
     ModelEntry,
     Needles,
     Results,
-    RetrievalRow,
     ShortContext,
     ShortLoss,
     Tasks,
-    VectorRow,
 )
 from hf_posswap.report.sections import section
 from hf_posswap.report.tables import Cell, sortable
@@ -153,12 +151,10 @@ def _tasks(ruler: Tasks) -> Cell:
     return Cell(f"{score:.0%}", score, f"at {length:,}")
 
 
-def _tasks_kept(rows: Sequence[KeptRow]) -> Cell:
-    return Cell(kept_text(rows[-1]), rows[-1]["kept"], f"at {rows[-1]['length']:,}")
-
-
-def _speed(rows: Sequence[CostRow]) -> Cell:
-    return Cell(f"{rows[-1]['tokens_per_second']:,.0f}", rows[-1]["tokens_per_second"], f"at {rows[-1]['length']:,}")
+def _last(name: str, form: str, rows: Sequence[Mapping[str, Any]]) -> Cell:
+    """Return the number `name` of the longest length, written in `form`."""
+    last = rows[-1]
+    return Cell(form.format(last[name]), last[name], f"at {last['length']:,}")
 
 
 def _far(far: FarContextRow) -> Cell:
@@ -174,25 +170,21 @@ def _sliding(rows: Sequence[DifferenceRow]) -> Cell:
     return Cell(f"{last['difference']:+.3f}", last["difference"], f"{change}, {verdict} at {last['length']:,}")
 
 
-def _retrieved(rows: Sequence[RetrievalRow]) -> Cell:
-    return Cell(f"{rows[-1]['accuracy']:.0%}", rows[-1]["accuracy"], f"at {rows[-1]['length']:,}")
-
-
-def _near(rows: Sequence[VectorRow]) -> Cell:
-    return Cell(f"{rows[-1]['cosine']:.3f}", rows[-1]["cosine"], f"at {rows[-1]['length']:,}")
-
-
 _COLUMNS = (
     ("change by far context, nats", "far_context", _far),
     ("minus the sliding window, nats", "against_sliding", _sliding),
     ("within the window, nats", "short_reg", _short),
     ("tasks, mean score", "ruler_lite", _tasks),
-    ("tasks kept of the baseline's", TASKS_KEPT, _tasks_kept),
+    (
+        "tasks kept of the baseline's",
+        TASKS_KEPT,
+        lambda rows: Cell(kept_text(rows[-1]), rows[-1]["kept"], f"at {rows[-1]['length']:,}"),
+    ),
     ("passkeys found", "passkey", lambda passkey: Cell(f"{share_found(passkey):.0%}", share_found(passkey))),
     ("effective length", "passkey", _effective),
-    ("documents found", "retrieval", _retrieved),
-    ("near the base, cosine", "vectors", _near),
-    ("read, tokens/s", "cost", _speed),
+    ("documents found", "retrieval", partial(_last, "accuracy", "{:.0%}")),
+    ("near the base, cosine", "vectors", partial(_last, "cosine", "{:.3f}")),
+    ("read, tokens/s", "cost", partial(_last, "tokens_per_second", "{:,.0f}")),
 )
 
 

@@ -80,7 +80,9 @@ def _cut(config: PreTrainedConfig, all_layers: bool) -> None:
     hidden, heads = _first(values, "hidden_size", config), _first(values, "num_attention_heads", config)
     small |= {name: 64 if values[name] == hidden else 32 for name in _WIDTHS if _is_size(values.get(name))}
     small |= {
-        name: _key_heads(values[name], heads, small.get(name)) for name in _KEY_HEADS if _is_size(values.get(name))
+        name: 4 if values[name] == heads else 1 if values[name] == 1 else small.get(name) or 2  # all, one or some
+        for name in _KEY_HEADS
+        if _is_size(values.get(name))
     }
     small |= {name: min(8, values[name]) for name in _WINDOWS if type(values.get(name)) is int and values[name] > 0}
     small |= _head_widths(values, small)
@@ -88,9 +90,9 @@ def _cut(config: PreTrainedConfig, all_layers: bool) -> None:
     if not all_layers:
         small |= _cut_layers(config, values)
     small |= {
-        name: [min(8, item) for item in sizes_of_name]
+        name: [min(8, item) for item in at_layers]
         for name in _WINDOWS
-        if (sizes_of_name := _sizes_at(name, small, values))
+        if isinstance(at_layers := small.get(name, values.get(name)), list) and _are_sizes(at_layers)
     }
     if hidden and values.get("cross_attention_hidden_size"):
         small["cross_attention_hidden_size"] = 64
@@ -116,20 +118,10 @@ def _first(values: Mapping[str, object], name: str, config: PreTrainedConfig) ->
     return value if isinstance(value, int) else 0
 
 
-def _key_heads(number: int, heads: int, small: int | None) -> int:
-    """Return the number of key heads of the twin with 4 query heads: all, one, or some, as in the original."""
-    return 4 if number == heads else 1 if number == 1 else small or 2
-
-
 def _cut_ids(value: object) -> object:
     if isinstance(value, list):
         return [_cut_ids(item) for item in value]
     return 3 if type(value) is int and value >= TINY_VOCABULARY else value
-
-
-def _sizes_at(name: str, small: dict[str, object], values: Mapping[str, object]) -> list[int]:
-    sizes = small.get(name, values.get(name))
-    return sizes if isinstance(sizes, list) and _are_sizes(sizes) else []
 
 
 def _head_widths(values: dict[str, Any], small: dict[str, Any]) -> dict[str, int]:

@@ -112,7 +112,8 @@ def image_classes() -> list[str]:
             home = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
             code = importlib.import_module(home)
             classes = {name: getattr(code, name) for name in code.__all__ if not name.endswith("PreTrainedModel")}
-            names |= {name for name, cls in classes.items() if _type_of(cls) in family.model_types}
+            configs = {name: getattr(cls, "config_class", None) for name, cls in classes.items()}
+            names |= {name for name, cls in configs.items() if getattr(cls, "model_type", None) in family.model_types}
     return sorted(names)
 
 
@@ -157,7 +158,3 @@ def _reason(error: PosswapError, model: PreTrainedModel) -> str:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _type_of(cls: type) -> str | None:
-    return getattr(getattr(cls, "config_class", None), "model_type", None)

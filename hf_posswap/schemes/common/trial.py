@@ -93,12 +93,11 @@ class _Trial:
         """Return whether a parameter is trained that is in use: a blend at weight 0 uses none of its new mechanism."""
         unused: set[int] = set()
         for inner in self.mechanism.modules():
-            if isinstance(inner, Mechanism) and inner is not self.mechanism and not self._uses(inner):
+            if not isinstance(inner, Mechanism) or inner is self.mechanism:
+                continue
+            if not any(getattr(inner, part) and getattr(self.mechanism, part) for part in _PARTS):
                 unused.update(map(id, inner.parameters()))
         return any(parameter.requires_grad and id(parameter) not in unused for parameter in self.mechanism.parameters())
-
-    def _uses(self, inner: Mechanism) -> bool:
-        return any(getattr(inner, part) and getattr(self.mechanism, part) for part in _PARTS)
 
     def _rotations(self) -> Iterator[Tensor]:
         g, size = self.geometry, self.mechanism.head_dim

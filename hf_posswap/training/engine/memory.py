@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posswap.compat.torch_dispatch import gpu_autocast, storage_key
 from hf_posswap.errors import NotEnoughMemoryError, UnsupportedModelError
@@ -312,7 +312,9 @@ def _saved(model: PreTrainedModel, rows: int, length: int) -> list[int]:
         sizes[storage_key(storage)] = storage.nbytes()
         return tensor
 
-    inputs: dict[str, object] = {"input_ids": torch.full((rows, length), _token(model), device=model.device)}
+    padding = getattr(inner_model(model).config.get_text_config(), "pad_token_id", None)
+    token = 2 if padding == 1 else 1
+    inputs: dict[str, object] = {"input_ids": torch.full((rows, length), token, device=model.device)}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         try:
             kept: object = split(model, inputs).states
@@ -323,9 +325,3 @@ def _saved(model: PreTrainedModel, rows: int, length: int) -> list[int]:
     weights = {storage_key(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     del kept
     return [size for key, size in sizes.items() if key not in weights]
-
-
-def _token(model: nn.Module) -> int:
-    """Return a token that is not padding."""
-    padding = getattr(inner_model(model).config.get_text_config(), "pad_token_id", None)
-    return 2 if padding == 1 else 1

@@ -11,7 +11,7 @@ hand, or put in another order, are refused, as nothing tells where those that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -227,7 +227,7 @@ def is_intact(layer: Any) -> bool:
     return keys.shape[-2] <= left.shape[-2] and (*keys.shape[:-2], keys.shape[-1]) == (*left.shape[:-2], left.shape[-1])
 
 
-def is_as_left(layer: Any) -> bool:
+def is_as_left(layer: object) -> bool:
     """Return whether the keys of a growing layer are the very tensor that its own operations left, where it keeps that.
 
     Less is asked than by `is_intact`, and answered sooner: one that is not may still be intact.
@@ -238,17 +238,18 @@ def is_as_left(layer: Any) -> bool:
     return layer.keys is layer.posswap_keys and stamp is not None and stamp[0] == layer.keys.shape  # type: ignore[attr-defined]
 
 
-def growing_layers(cache: Cache, layer_idx: int) -> tuple[list[Any], tuple[type, torch.Size]] | None:
+def growing_layers(cache: Cache, layer_idx: int) -> tuple[Sequence[object], tuple[type, torch.Size]] | None:
     """Return the layers of a cache that grow, and class and shape of the keys [B, G, K, D] of one that holds some.
 
     None: of such a cache another layer may count its tokens otherwise, or this one holds none.
     """
     if not is_growing_cache(cache) or layer_idx >= len(cache.layers):
         return None
-    layer: Any = cache.layers[layer_idx]
-    if not is_growing_layer(getattr(layer, "native_class", type(layer))) or layer.keys is None:
+    layer = cache.layers[layer_idx]
+    keys = getattr(layer, "keys", None)
+    if keys is None or not is_growing_layer(getattr(layer, "native_class", type(layer))):
         return None
-    return cache.layers, (type(layer), layer.keys.shape)
+    return cache.layers, (type(layer), keys.shape)
 
 
 def watch(cache: Cache, layer_idx: int) -> None:

@@ -81,7 +81,7 @@ class PositionHook:
         memo, mechanism = self.memos.now(), self.mechanism
         standing = memo.standing
         given = kwargs.get("position_ids"), hidden.shape, hidden.device, len(args)
-        if standing is None or not standing.is_of(mechanism, module.layer_idx, kwargs, given):
+        if standing is None or not standing.is_of(module, mechanism, kwargs, given):
             standing = self._standing(module, mechanism, memo, hidden, args, kwargs, given)
         if memo.in_forward:
             memo.calls += 1

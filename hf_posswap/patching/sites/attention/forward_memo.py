@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -88,24 +88,27 @@ class Standing:
     cache: Cache | None
     paged: bool
     given: tuple[object, ...]
-    layers: list[Any] | None = None
+    layers: Sequence[object] | None = None
     kept: tuple[type, torch.Size] | None = None
     view: Cache | None = None
 
-    def is_of(self, mechanism: Mechanism, layer: Any, kwargs: Mapping[Any, object], given: tuple[object, ...]) -> bool:
+    def is_of(
+        self, module: nn.Module, mechanism: Mechanism, kwargs: Mapping[str, object], given: tuple[object, ...]
+    ) -> bool:
         """Return whether a layer of the same forward is called alike, and its keys are as the cache left them.
 
         Args:
+            module: of attention.
             mechanism: of the layer.
-            layer: its index in the cache.
             kwargs: of its call.
             given: as the attribute.
         """
-        if self.layers is None or mechanism is not self.mechanism or kwargs.get(self.slot) is not self.cache:
+        if self.layers is None or mechanism is not self.mechanism or not isinstance(self.slot, str):
             return False
-        if layer >= len(self.layers) or given[0] is not self.given[0] or given[1:] != self.given[1:]:
+        if kwargs.get(self.slot) is not self.cache or given[0] is not self.given[0] or given[1:] != self.given[1:]:
             return False
-        kept = self.layers[layer]
+        layer = vars(module).get("layer_idx")
+        kept = None if layer is None or layer >= len(self.layers) else self.layers[layer]
         keys = getattr(kept, "keys", None)
         return keys is not None and (type(kept), keys.shape) == self.kept and is_as_left(kept)
 
@@ -157,7 +160,7 @@ class ForwardMemo:
         """Forget everything."""
         self.entries.clear()
         self.masks.clear()
-        self.standing = self.attends = None
+        self.standing = None
         self.wrote_keys = False
 
     def knows(self, cache: object, *tensors: Tensor | None) -> bool:
@@ -275,7 +278,7 @@ class ForwardMemos:
         """Forget the forwards of this thread except the `depth` outermost, and what directly called layers left."""
         running = self._running()
         while running[-1][0] >= depth:
-            running.pop()[1].clear()  # a view of the cache holds the memo, which holds the view
+            running.pop()[1].standing = None  # its view of the cache holds the memo
         running[0][1].clear()
         return running
 
