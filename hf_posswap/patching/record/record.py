@@ -313,7 +313,11 @@ class SwapRecord(ResultView):
 hf_posswap, or check the file.
         """
         if not isinstance(data, dict):
-            raise RecordError(f"config.posswap must be an object, got {type(data).__name__}.")
+            given = "nothing" if data is None else f"a {type(data).__name__}"
+            raise RecordError(
+                f"config.posswap must be an object, which says what the swap is, got {given}: use the config.json that "
+                "was saved with the model."
+            )
         data = migrate(data)
         names = {field.name for field in fields(cls)}
         missing, unknown = sorted(names - _OPTIONAL - set(data)), sorted(map(reprlib.repr, set(data) - names))

@@ -69,8 +69,8 @@ for _ in range(100_000):  # far deeper than Python's own recursion
     DEEP_LIST = [DEEP_LIST]
 
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "no object": ([1], "must be an object, got list"),
-    "no record": (None, "must be an object, got NoneType"),
+    "no object": ([1], "must be an object, which says what the swap is, got a list"),
+    "no record": (None, "must be an object, which says what the swap is, got nothing: use the config.json"),
     "unknown version": (GOOD | {"version": 2}, "has version 2; this hf_posswap reads version 1"),
     "version true": (GOOD | {"version": True}, "has version True"),
     "no version": ({k: v for k, v in GOOD.items() if k != "version"}, "has version None"),

@@ -80,7 +80,7 @@ class PositionHook:
         hidden = hidden if tokens_first is None else tokens_first(hidden)
         memo, mechanism = self.memos.now(), self.mechanism
         standing = memo.standing
-        given = kwargs.get("position_ids"), hidden.shape, hidden.device, len(args)
+        given = *identity_of(kwargs.get("position_ids")), hidden.shape, hidden.device, len(args)
         if standing is None or not standing.is_of(module, mechanism, kwargs, given):
             standing = self._standing(module, mechanism, memo, hidden, args, kwargs, given)
         if memo.in_forward:
@@ -118,7 +118,7 @@ class PositionHook:
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and keys == "raw")
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
         standing = Standing(mechanism, span, keys, slot, cache, paged, given)
-        if memo.in_forward and own is not None and isinstance(slot, str):
+        if memo.in_forward and own is not None and not torch.jit.is_tracing():
             known = growing_layers(own, layer)
             standing.layers, standing.kept = (None, None) if known is None else known
             memo.standing = standing

@@ -75,7 +75,8 @@ class Standing:
         slot: place or name of the cache among the arguments; None: there is no cache.
         cache: as the layer was given it.
         paged: whether it holds many requests side by side.
-        given: position ids, and what is compared by value: shape and device of its input, arguments without a name.
+        given: position ids, and what is compared by value: how often they were written into, shape and device of its
+            input, arguments without a name.
         layers: of the cache, all of which grow; None: each layer has to be looked at.
         kept: class of the cache's layer, and shape of the keys in it, [B, G, K, D].
         view: of the cache, by which keys are written with the scheme's rotation; None: none was needed yet.
