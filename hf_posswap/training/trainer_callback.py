@@ -29,6 +29,7 @@ from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.patching.record.training import NAME, TrainingRecord, plain_name, swap_digest
 from hf_posswap.patching.verify.verify_swap import Verification, verify_swap
 from hf_posswap.schemes import Scheme, make_scheme
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.training.trainer_proof import (
     SequenceWatch,
     base_digest,
@@ -201,6 +202,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         resumed = (last or {}).get("attributes", {}).get("resumed")
         saved = resumed if isinstance(resumed, dict) else {}
         self._refuse_another_swap(saved, inside, state.global_step)
+        _warn_of_decay(inside, kwargs.get("optimizer"))
         expected = first_loss_limit(inside) if self.max_first_loss is None else self.max_first_loss
         self._limit = math.inf if expected is None else expected
         self._watch = SequenceWatch(plan, None if plan is None else self.max_length or plan.max_length)
@@ -405,6 +407,27 @@ class PosswapCallback(TrainerCallback, ExportableState):
             swap=None if self._swap is None else swap_digest(SwapRecord.from_dict(self._swap)),
         )
         setattr(model.config, NAME, self.record.to_dict())
+
+
+def _warn_of_decay(model: PreTrainedModel, optimizer: object) -> None:
+    """Warn of weight decay on vectors that a mechanism learns: 0 is no neutral value of a slope before its softplus."""
+    groups = getattr(optimizer, "param_groups", ())
+    rates = {id(parameter): group.get("weight_decay", 0) for group in groups for parameter in group["params"]}
+    decayed = {
+        f"{path}.{name}": rates[id(parameter)]
+        for path, module in model.named_modules()
+        if isinstance(module, Mechanism)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim < 2 and rates.get(id(parameter))
+    }
+    if decayed:
+        warnings.warn(
+            f"weight decay of {max(decayed.values())} pulls {', '.join(decayed)} towards 0, which changes the position "
+            "mechanism without any gradient. Set weight_decay=0, or give the Trainer optimizers= with these parameters "
+            "in a group without decay.",
+            TrainingWarning,
+            stacklevel=2,
+        )
 
 
 def _is_same(then: SwapRecord | None, now: SwapRecord | None) -> bool:

@@ -225,6 +225,17 @@ def test_a_trainer_whose_model_was_replaced_is_refused(tmp_path: Path) -> None:
         run.train()
 
 
+@pytest.mark.parametrize(("decay", "learned"), [(0.1, True), (0.0, True), (0.1, False)])
+def test_weight_decay_of_learned_slopes_is_warned_of(decay: float, learned: bool, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(swapped(f"alibi:learned={learned}"), tmp_path, PosswapCallback(), weight_decay=decay).train()
+    told = [str(one.message) for one in caught if issubclass(one.category, TrainingWarning)]
+    assert [text.partition(" towards")[0] for text in told] == (
+        ["weight decay of 0.1 pulls model.posswap.raw_slopes"] if decay and learned else []
+    )
+
+
 def test_an_absurd_first_loss_stops_before_the_second_step(tmp_path: Path) -> None:
     model, seen = swapped(), watch()
     with torch.no_grad():
