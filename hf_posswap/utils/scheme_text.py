@@ -199,11 +199,13 @@ def respelled(text: str, classes: Mapping[str, type]) -> str | None:
         >>> known = dict(SCHEMES.items())
         >>> respelled("yarn(factor=4, base=500000)", known), respelled('{"name": "yarn", "factor": 4}', known)
         ('yarn:factor=4,base=500000', 'yarn:factor=4')
+        >>> respelled("alibi:slopes=0.1;0.2", known)
+        'alibi:slopes=0.1,0.2'
     """
     name = next((word for word in re.findall(_WORD, text) if word in classes), None)
     if name is None:
         return None
-    _, _, rest = text.partition(name)
+    rest = text.partition(name)[2].replace(";", ",")  # between numbers, or between fields
     pairs = [(match["field"].lstrip("-").replace("-", "_"), match["value"]) for match in _PAIR.finditer(rest)]
     fields = [f"{field}={_bare(value)}" for field, value in pairs]
     if not fields or not rest:
