@@ -90,6 +90,17 @@ class TableScheme(AnyTable):
         """
         raise NotImplementedError
 
+    def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+        """Return the rows at `positions` [N] of the table that `table` gives, [N, E], without the others if it can.
+
+        Args:
+            positions: of the rows to return, whole numbers below `rows`, [N].
+            old: as in `table`.
+            rows: likewise.
+            geometry: likewise.
+        """
+        return self.table(old, rows, geometry)[positions]
+
     @property
     def exact(self) -> bool:
         """Whether the parameters alone reproduce the rows exactly; otherwise `expected` gives them up to rounding."""
