@@ -1,274 +1,410 @@
-"""The choices on the page: schemes with their styles, sliders with limits, and initial values of learned schemes.
+"""The data of the page: for each scheme, shape and length of text the numbers that its pictures draw.
 
-torch draws those values, so that the page needs them as data.
+The mechanisms themselves compute them, through `hf_posswap.plotting.positions.numbers`; the browser only draws them.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hf_posswap.errors import PosswapError
 from hf_posswap.geometry import Geometry
-from hf_posswap.plotting.styles import scheme_number
-from hf_posswap.report.looks import look, shape
-from hf_posswap.schemes import SCHEMES, Fire, Kerple, Scheme, T5Bias
-from hf_posswap.schemes.common.bias import generator, uniform
-from hf_posswap.schemes.learned_bias import buckets
+from hf_posswap.plotting.positions import numbers
+from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
+from hf_posswap.plotting.styles import distinct_numbers, scheme_number
+from hf_posswap.schemes import SCHEMES, Scheme, make_scheme
+from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.utils.result_views import brief
+
+FACTORS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+"""Lengths of the text, in windows."""
+GROUPS = ("turn by angles", "give far keys other distances", "add a bias", "others")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A scheme of the page.
+class Shape:
+    """A shape of models to draw in.
 
     Attributes:
         name: name on the page.
-        group: the group in which it is shown.
-        scheme: its name in the registry.
-        description: a description, if the registry's summary is not enough.
+        geometry: the shape.
     """
 
     name: str
-    group: str
-    scheme: str
-    description: str = ""
-
-    @property
-    def summary(self) -> str:
-        """A one-line description."""
-        return self.description or str(SCHEMES.get(self.scheme).summary)
+    geometry: Geometry
 
 
-_TURN, _FAR, _BIAS, _OTHER = "turn by fixed angles", "give far keys other distances", "add a bias", "others"
-
-
-_BEGINS = "It is learned and drawn at initialization."
-
-
-_MEMBERS = {
-    _TURN: "rope yarn linear ntk llama3 ntk_by_parts dynamic longrope p_rope xpos",
-    _FAR: "self_extend rerope leaky_rerope dual_chunk",
-    _BIAS: "alibi alibi_interpolated kerple fire t5 t5_random",
-    _OTHER: "nope sinusoidal learned learned_interpolated",
-}
-
-
-_VARIANTS = {
-    "alibi_interpolated": "alibi",
-    "t5_random": "t5",
-    "learned_interpolated": "learned",
-}
-
-
-_WORDS = {
-    "dynamic": "dynamic NTK: its angles at the length after the swap",
-    "longrope": "LongRoPE: its divisors are searched for each model; drawn are some that rise evenly to the factor.",
-    "alibi_interpolated": "ALiBi, its distances divided by the factor (interpolation=factor)",
-    "kerple": f"KERPLE, log: a penalty on the logarithm of distance, for each head another. {_BEGINS}",
-    "fire": f"FIRE: a small network of distance relative to the query's position. {_BEGINS}",
-    "t5": "T5's bias: a number for each bucket of distances and head. It is learned and drawn at initialization, 0.",
-    "t5_random": "T5's bias with random numbers in its buckets (init_std=1): it shows where the buckets lie.",
-    "learned": "a learned table, tiled: its rows repeat. They are drawn as if similar only to themselves.",
-    "learned_interpolated": "a learned table, stretched by the factor: new rows are interpolated between old ones, "
-    "which are drawn as if similar only to themselves.",
-}
-
-
-_ORDER = (
-    "nope rope yarn alibi linear ntk llama3 ntk_by_parts dynamic p_rope xpos self_extend rerope leaky_rerope "
-    "dual_chunk alibi_interpolated kerple sinusoidal fire t5 t5_random learned learned_interpolated longrope"
-).split()
-"""The order of the choices."""
-
-
-CHOICES = tuple(
-    Choice(
-        name,
-        next(group for group, members in _MEMBERS.items() if name in members.split()),
-        _VARIANTS.get(name, name),
-        _WORDS.get(name, ""),
-    )
-    for name in _ORDER
+SMALL, LLAMA_3, GPT_2 = "a small model", "Llama 3 8B", "GPT-2"
+SHAPES = (
+    Shape(SMALL, sample_geometry()),
+    Shape(LLAMA_3, dataclasses.replace(sample_geometry(32, 128, 8192, 500_000.0), num_kv_heads=8, num_layers=32)),
+    Shape(GPT_2, Geometry(768, 12, 12, head_dim=64, num_layers=12, original_length=1024, causal=True)),
 )
-
-
-GROUPS = (_TURN, _FAR, _BIAS, _OTHER)
-
-
-FIRST = ("rope", "linear", "yarn", "self_extend", "alibi", "sinusoidal", "learned")
-"""Initially selected schemes without a model."""
-
-
-@dataclass(frozen=True)
-class Slider:
-    """A number to choose.
-
-    Attributes:
-        name: name of the setting.
-        label: its label.
-        low: the minimum.
-        high: the maximum.
-        step: step between values.
-        first: initial value without a model.
-    """
-
-    name: str
-    label: str
-    low: float
-    high: float
-    step: float
-    first: float
+"""The shapes of a page without a model, the first of them initially."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A question that a button asks, with the schemes and numbers that answer it.
+    """A question that a button asks, with the schemes and the shape that answer it.
 
     Attributes:
         question: text of the button.
-        schemes: that are then chosen.
-        settings: the shape of a model of which the question is; a page of a model keeps that model's.
+        schemes: that are then selected.
+        shape: name of the shape that the question is about; a page of a model keeps that model's.
         answer: what the pictures then show.
     """
 
     question: str
     schemes: tuple[str, ...]
-    settings: dict[str, float]
+    shape: str
     answer: str
-
-
-_LLAMA_3: dict[str, float] = {"base": 500_000, "factor": 4, "window": 8192, "heads": 32, "dim": 128}
-
-
-_GPT_2: dict[str, float] = {"base": 10_000, "factor": 4, "window": 1024, "heads": 12, "dim": 64}
 
 
 PRESETS = (
     Preset(
         "Why does Llama 3 break beyond 8,192 tokens?",
         ("rope",),
-        _LLAMA_3,
+        LLAMA_3,
         "Its slowest rotary pairs need more than 8,192 tokens for one turn (first picture, above the dashed line). In "
         "training they saw a part of the circle; in longer text they reach angles that no weight has met.",
     ),
     Preset(
         "What does YaRN do?",
         ("rope", "linear", "yarn"),
-        _LLAMA_3,
+        LLAMA_3,
         "YaRN leaves the fast pairs alone, which tell near tokens apart, and slows the pairs that complete no turn by "
         "the factor. Position interpolation (linear) slows all of them, so near tokens look alike.",
     ),
     Preset(
         "How do Self-Extend and ReRoPE work without training?",
         ("rope", "self_extend", "rerope"),
-        _LLAMA_3,
+        LLAMA_3,
         "They give far keys distances that training has seen: Self-Extend counts far tokens in groups, ReRoPE stops "
         "counting at a window. Near keys keep their distances.",
     ),
     Preset(
         "What can replace GPT-2's table?",
         ("learned", "sinusoidal", "rope", "alibi"),
-        _GPT_2,
+        GPT_2,
         "A learned table has no rows beyond its window: tiled, its rows repeat. Sinusoids, RoPE and ALiBi are formulas "
         "for every position; ALiBi also lowers the score of far keys.",
     ),
 )
+FIRST = ("rope", "linear", "yarn", "self_extend", "alibi", "sinusoidal", "learned")
+"""Initially selected schemes without a model."""
+ROTARY, OTHER = ("rope", "linear", "yarn", "self_extend"), ("sinusoidal", "rope", "alibi")
+"""Initially selected schemes for a model that rotates queries and keys, and for another; the first is its own kind."""
+
+Options = Callable[[float, Geometry], dict[str, object]]
+_VARIANTS: dict[str, tuple[str, Options, str]] = {
+    "alibi_interpolated": ("alibi", lambda factor, _: {"interpolation": factor}, "its distances divided by the factor"),
+    "t5_random": ("t5", lambda *_: {"init_std": 1.0}, "with random numbers, which show where its buckets lie"),
+    "learned_interpolated": ("learned", lambda *_: {"extend": "interpolate"}, "new rows between the old ones"),
+    "longrope": (
+        "longrope",
+        lambda factor, shape: {
+            "long_factor": torch.linspace(1, factor, (shape.rotary_dim or shape.head_dim) // 2).tolist()
+        },
+        "with divisors that rise evenly to the factor; a search finds those of a model",
+    ),
+}
+"""Choices that are a scheme with options: its name, the options by factor and shape, and their description."""
 
 
-SLIDERS = (
-    Slider("factor", "length of the text, in windows", 1, 64, 0.25, 4),
-    Slider("base", "base (theta)", 100, 10_000_000, 1, 10_000),
-    Slider("window", "window: tokens the model was made for", 8, 131_072, 1, 512),
-    Slider("heads", "heads", 1, 128, 1, 8),
-    Slider("dim", "dimensions of a head", 2, 256, 2, 64),
-)
+@dataclass
+class Choice:
+    """A scheme of the page.
+
+    Attributes:
+        name: name on the page.
+        number: the number of its style.
+        scheme: the scheme; its name in the registry stands for the class with its defaults.
+        summary: a one-line description.
+        group: one of `GROUPS`, by what its mechanism does where it is first drawn; None: it is nowhere drawn.
+        words: sentences about how it is drawn, each once.
+        reason: why it is not drawn where it was refused last.
+    """
+
+    name: str
+    number: int
+    scheme: Scheme | str
+    summary: str
+    group: str | None = None
+    words: dict[str, None] = dataclasses.field(default_factory=dict)
+    reason: str = ""
 
 
-def number_of(choice: Choice) -> int:
-    """Return the number of a choice's style, which is that of its scheme in every picture."""
-    number = scheme_number(choice.name)
-    assert number is not None
-    return number
-
-
-def styles() -> list[dict[str, str]]:
-    """Return each choice with its style, for the page's script."""
-    return [
-        {
-            "name": choice.name,
-            "title": choice.name,
-            "look": look(number),
-            "shape": shape(number),
-            "words": choice.description,
-        }
-        for choice, number in zip(CHOICES, map(number_of, CHOICES), strict=True)
-    ]
-
-
-def first_settings(geometry: Geometry | None, length: int | None) -> dict[str, float]:
-    """Return the initial values of the sliders.
+def known_choices(requested: Scheme | None = None) -> list[Choice]:
+    """Return a choice for `requested`, for every registered scheme, and for the variants, in the order of their styles.
 
     Args:
-        geometry: geometry of the model, or None.
-        length: tokens after the swap; None: four windows.
-    """
-    if geometry is None:
-        return {slider.name: slider.first for slider in SLIDERS}
-    window = geometry.original_length
-    return {
-        "base": geometry.base or 10_000,
-        "factor": max(1.0, (length or 4 * window) / window),
-        "window": window,
-        "heads": geometry.num_heads,
-        "dim": (geometry.rotary_dim or geometry.head_dim) // 2 * 2 or 2,
-    }
-
-
-def limits(settings: dict[str, float]) -> dict[str, list[float]]:
-    """Return minimum, maximum and step of each slider, wide enough for `settings`."""
-    return {
-        slider.name: [
-            min(slider.low, settings[slider.name]),
-            max(slider.high, settings[slider.name]),
-            slider.step,
-        ]
-        for slider in SLIDERS
-    }
-
-
-def first_schemes(geometry: Geometry | None, scheme: Scheme | None) -> list[str]:
-    """Return the initially selected schemes: for a model, its own kind and the requested scheme."""
-    if geometry is None:
-        return list(FIRST)
-    native = ["rope"] if geometry.base is not None else ["sinusoidal"]
-    requested = [choice.name for choice in CHOICES if scheme is not None and choice.scheme == scheme.name][:1]
-    compared = requested or (["linear", "yarn", "self_extend"] if geometry.base is not None else ["rope", "alibi"])
-    return list(dict.fromkeys([*native, *compared]))
-
-
-def beginnings(heads: int) -> dict[str, object]:
-    """Return the random initial values of KERPLE, FIRE and T5's bias for up to `heads` heads, in the order of drawing.
-
-    For fewer heads each uses a prefix: KERPLE two numbers per head, FIRE its hidden layer and then a row and a number
-    per head, T5 the table, bucket by bucket.
-    """
-    kerple, fire, t5 = Kerple(), Fire(), T5Bias()
-    table = torch.empty(t5.num_buckets * heads).normal_(generator=generator(t5.seed))
-    return {
-        "kerple": packed(uniform(0.0, 1.0, (2 * heads,), generator(kerple.seed))),
-        "fire": packed(uniform(-1.0, 1.0, (2 * fire.width + (fire.width + 1) * heads,), generator(fire.seed))),
-        "t5": packed(table),
-        "buckets": buckets(t5.num_buckets, t5.max_distance, causal=True)[t5.max_distance :].tolist(),
-    }
-
-
-def packed(values: Tensor) -> str:
-    """Return `values` [N] as the base64 of their float32, little-endian.
+        requested: a scheme to draw with its own options, or None.
 
     Example:
-        >>> packed(torch.tensor([1.0]))
-        'AACAPw=='
+        >>> [choice.name for choice in known_choices()][:4]
+        ['rope', 'alibi', 'yarn', 'ntk']
     """
-    return base64.b64encode(values.float().numpy().astype("<f4").tobytes()).decode("ascii")
+    schemes: dict[str, Scheme | str] = {} if requested is None else {label(requested): requested}
+    for name in (*dict(SCHEMES.items()), *_VARIANTS):
+        schemes[name] = _VARIANTS[name][0] if name in _VARIANTS else name
+    numbers_of = distinct_numbers([scheme_number(name.partition(":")[0]) for name in schemes])
+    choices = []
+    for (name, scheme), number in zip(schemes.items(), numbers_of, strict=True):
+        summary = SCHEMES.get(scheme).summary if isinstance(scheme, str) else str(scheme)
+        choices.append(Choice(name, number, scheme, str(summary)))
+        if name in _VARIANTS:
+            choices[-1].words[f"{scheme}, {_VARIANTS[name][2]}."] = None
+    return sorted(choices, key=lambda choice: choice.number)
+
+
+def label(scheme: Scheme) -> str:
+    """Return the name of a scheme on the page, with the options that are not its defaults.
+
+    Example:
+        >>> [label(make_scheme(text)) for text in ("yarn", "yarn:factor=4,beta_fast=16", "rope + alibi")]
+        ['yarn', 'yarn:factor=4,beta_fast=16', 'rope + alibi']
+    """
+    if scheme.kind == "mixed":
+        return str(scheme)
+    values = {field.name: getattr(scheme, field.name) for field in dataclasses.fields(scheme)}
+    defaults = {field.name: field.default for field in dataclasses.fields(scheme)}
+    options = [
+        f"{name}={value if isinstance(value, str) else brief(value)}"
+        for name, value in values.items()
+        if value != defaults[name]
+    ]
+    return f"{scheme.name}:{','.join(options)}" if options else scheme.name
+
+
+def page_data(
+    shapes: Sequence[Shape], requested: Scheme | None = None, length: int | None = None
+) -> tuple[dict[str, object], list[Choice]]:
+    """Return the data of the page's script, as JSON has it, and the choices.
+
+    Args:
+        shapes: the shapes to draw in.
+        requested: a scheme to draw with its own options, or None.
+        length: a further length of the text to draw, in tokens; None: none but `FACTORS`.
+
+    Returns:
+        `shapes`: each with its numbers and `steps`, which have for each choice its pictures, as an index into `pool`
+        and a sentence, or why it is `refused`; and `pool`: the numbers of pictures, each once.
+    """
+    choices, pool = known_choices(requested), dict[str, int]()
+    drawn_shapes = []
+    for shape in shapes:
+        geometry = shape.geometry
+        window = geometry.original_length
+        lengths = {round(window * factor): float(factor) for factor in FACTORS}
+        if length is not None and length > window:
+            lengths.setdefault(length, length / window)
+        steps = []
+        for tokens, factor in sorted(lengths.items()):
+            drawn = {choice.name: _drawn(choice, geometry, factor, pool) for choice in choices}
+            steps.append({"factor": factor, "length": tokens, "drawn": drawn})
+        facts = {"window": window, "heads": geometry.num_heads, "dim": geometry.head_dim, "base": geometry.base}
+        drawn_shapes.append({"name": shape.name, **facts, "steps": steps})
+    return {"shapes": drawn_shapes, "pool": [json.loads(text) for text in pool]}, choices
+
+
+def packed(data: Mapping[str, object]) -> str:
+    """Return JSON `data`, compressed by zlib, in base64.
+
+    Example:
+        >>> json.loads(zlib.decompress(base64.b64decode(packed({"pool": [1]}))))
+        {'pool': [1]}
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+
+
+def _drawn(choice: Choice, geometry: Geometry, factor: float, pool: dict[str, int]) -> dict[str, object]:
+    """Return a choice's label and pictures at one length, or why it is refused."""
+    subject, error = _resolved(choice, geometry, factor)
+    pictures = {}
+    try:
+        for name, (takes, numbers_of) in PICTURES.items():
+            if subject is not None and takes(subject):
+                value, sentence = numbers_of(subject)
+                text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+                pictures[name] = [pool.setdefault(text, len(pool)), sentence]
+    except Exception as raised:  # arbitrary code of a registered scheme
+        error = raised
+    if subject is None or error is not None:
+        registered = choice.scheme if isinstance(choice.scheme, str) else choice.scheme.name
+        unforeseen = "" if isinstance(error, PosswapError) else f"{type(error).__name__}: "
+        choice.reason = f"{unforeseen}{error}".removeprefix(f"{registered}: ")
+        return {"refused": choice.reason}
+    kind = 1 if subject.splits else 0 if subject.rotates else 2 if subject.scheme.kind == "bias" else 3
+    choice.group = choice.group or GROUPS[kind]
+    if begins := numbers.as_it_begins(subject).strip(" ()"):
+        choice.words[f"{begins.capitalize()}."] = None
+    if subject.scheme.kind == "mixed":
+        choice.words[f"Drawn as {subject.scheme}; of layers that differ, the first."] = None
+    if getattr(subject.scheme, "length_dependent", False):
+        choice.words["Its angles are those at the length after the swap."] = None
+    return {"name": subject.name, "pictures": pictures}
+
+
+def _resolved(choice: Choice, geometry: Geometry, factor: float) -> tuple[Shown | None, Exception | None]:
+    """Return the scheme in a shape, or the error; a scheme that needs options is drawn with its example options."""
+    first: Exception | None = None
+    for is_example in (False, True):
+        try:
+            scheme = choice.scheme
+            if isinstance(scheme, str):
+                options = _VARIANTS[choice.name][1](factor, geometry) if choice.name in _VARIANTS else {}
+                options |= SCHEMES.get(scheme).stand_ins(geometry) if is_example else {}
+                scheme = make_scheme(scheme, **options)
+            subject = shown(scheme, geometry, factor=factor)
+        except Exception as error:  # arbitrary code of a registered scheme
+            first = first or error
+            continue
+        if is_example and scheme.kind != "mixed":
+            choice.words[f"It needs options, and is drawn as {scheme}."] = None
+        return dataclasses.replace(subject, name=subject.name.replace(subject.scheme.name, choice.name, 1)), None
+    return None, first
+
+
+_SIDE = 96
+"""Maximum number of positions along a side of a map, but for the last."""
+_POINTS = 128
+"""Points of a line over distances, spread evenly in the logarithm."""
+_ROWS, _COLUMNS = 128, 128
+"""Of a position table."""
+_TURNS = 24
+"""Positions at which a rotary pair is drawn."""
+_FLOOR = -30.0
+"""A bias at which a key has no weight."""
+_LEVELS = 255
+"""Colours of a map."""
+_NOTHING = " "
+"""A cell of a map without a number, as in the future."""
+_FIRST_LEVEL = 0x100
+"""The character of the lowest number of a map."""
+Drawn = tuple[object, str]
+
+
+def _plain(values: Tensor, digits: int = 5) -> list[float | None]:
+    """Return numbers as JSON data, with `digits` significant digits: NaN and infinity become None."""
+    rounded = [float(f"{value:z.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
+    return [int(value) if value is not None and value.is_integer() else value for value in rounded]
+
+
+def _map(values: Tensor, low: float, high: float) -> dict[str, object]:
+    """Return a map [N, M] as the browser draws it: a character for each cell, in `_LEVELS` steps from low to high."""
+    share = (values.double() - low) / ((high - low) or 1.0)
+    levels = (share.nan_to_num(0.0).clamp(0, 1) * (_LEVELS - 1)).round().long() + _FIRST_LEVEL
+    codes = levels.masked_fill(values.isnan(), ord(_NOTHING))
+    ends = _plain(torch.tensor([low, high], dtype=torch.float64), 6)
+    cells = codes.to(torch.int32).numpy().astype("<u4").tobytes().decode("utf-32-le")
+    return {"low": ends[0], "high": ends[1], "columns": values.shape[1], "cells": cells}
+
+
+def _places(length: int) -> Tensor:
+    """Return positions 0 ... length - 1 at equal steps, at most `_SIDE`, and the last."""
+    step = -(-length // _SIDE)
+    return torch.tensor(sorted({*range(0, length, step), length - 1}))
+
+
+def _spread(length: int) -> Tensor:
+    """Return whole distances 0 ... length - 1, evenly spread in the logarithm of d + 1."""
+    return (torch.logspace(0, math.log2(length), _POINTS, base=2.0, dtype=torch.float64).round().long() - 1).unique()
+
+
+def _wavelengths(subject: Shown) -> Drawn:
+    window, length = subject.geometry.original_length, subject.length
+    tokens = numbers.wavelengths(subject)
+    sentence = f"{numbers.never_turn(subject, window)} of {len(tokens)} pairs complete no turn within {window} tokens"
+    return _plain(tokens), f"{sentence}, {numbers.never_turn(subject, length)} none within {length}"
+
+
+def _scores(subject: Shown) -> Drawn:
+    ends = [0, min(subject.geometry.original_length, subject.length) - 1, subject.length - 1]
+    distances = torch.cat((_spread(subject.length), torch.tensor(ends))).unique()
+    scores = numbers.scores_by_distance(subject, distances)  # [H, N]
+    value: dict[str, object] = {"distances": distances.tolist(), "mean": _plain(scores.mean(0))}
+    if bool((scores.amax(0) > scores.amin(0)).any()):
+        value |= {"low": _plain(scores.amin(0)), "high": _plain(scores.amax(0))}
+    at = torch.searchsorted(distances, torch.tensor(ends))
+    means = zip(scores.mean(0)[at].tolist(), ends, strict=True)
+    return value, ", ".join(f"{mean:z.2f} at {end}" for mean, end in means)
+
+
+def _relative(subject: Shown) -> Drawn:
+    places = _places(subject.length)
+    distances = numbers.apparent_distances(subject, places, places)
+    farthest = float(distances.nan_to_num(0).max())
+    value = _map(distances, 0.0, farthest) | {"last": subject.length - 1}
+    return value, f"the farthest seems {farthest:,.0f} tokens away, of {subject.length - 1}"
+
+
+def _bias(subject: Shown) -> Drawn:
+    places = _places(subject.length)
+    biases = numbers.scores(subject, places, places, query=torch.zeros(subject.geometry.head_dim))  # [H, N, N]
+    heads = sorted({0, len(biases) // 2, len(biases) - 1})
+    seen = biases[heads][~biases[heads].isnan()]
+    least, most = float(seen.min()), float(seen.max())
+    low = max(least, _FLOOR) - (least == most)  # a colour scale needs two different ends
+    maps = [_map(biases[head], low, most) for head in heads]
+    return {"heads": heads, "maps": maps}, f"from {least:z.4g} to {most:z.4g} in the heads shown"
+
+
+def _turning(subject: Shown) -> Drawn:
+    scheme, geometry, window = subject.scheme, subject.geometry, subject.geometry.original_length
+    assert isinstance(scheme, RotaryScheme)
+    angles = scheme.angles(geometry, torch.tensor([subject.length]) if scheme.length_dependent else None)
+    tokens = numbers.wavelengths(subject)
+    drawn = []
+    for pair in sorted({0, len(tokens) // 2, len(tokens) - 1}):
+        positions = torch.arange(_TURNS) * (1 if pair == 0 else max(1, window // _TURNS))
+        cos, sin = (each[0, 0, :, pair] for each in scheme.turns(positions[None], angles, geometry))
+        points = [[round(x, 3), round(y, 3)] for x, y in zip(cos.tolist(), sin.tolist(), strict=True)]
+        drawn.append({"pair": pair, "turn": _plain(tokens[[pair]])[0], "last": int(positions[-1]), "points": points})
+    turning = tokens[tokens.isfinite()]
+    if not len(turning):
+        return drawn, "no pair turns"
+    sentence = f"within the window the slowest pair that turns makes {window / float(turning[-1]):.3g} of a turn"
+    factor = angles.attention_factor
+    return drawn, sentence + (f"; cos and sin are times {factor:.3g}" if abs(factor - 1) > 1e-4 else "")
+
+
+def _table(subject: Shown) -> Drawn:
+    rows = numbers.rows_at(subject, torch.arange(min(_ROWS, subject.length)))
+    most = float(rows.abs().max())
+    return _map(rows[:, :_COLUMNS], -most, most), f"{rows.shape[1]} dimensions, up to {most:.3g}"
+
+
+def _similarity(subject: Shown) -> Drawn:
+    window, length = subject.geometry.original_length, subject.length
+    ends = [window * k + by for k in range(1, min(FACTORS[-1], -(-length // window))) for by in (-1, 0, 1)]
+    distances = torch.cat((_spread(length), torch.tensor(ends, dtype=torch.long))).unique()
+    distances = distances[distances < length]
+    rows = numbers.rows_at(subject, distances)
+    cosines = torch.nn.functional.cosine_similarity(rows[:1], rows, dim=-1)
+    alike = distances[(cosines > 0.5) & (distances > 0)].tolist()
+    value = {"distances": distances.tolist(), "values": _plain(cosines, 4)}
+    if not alike:
+        return value, "no other row is more than half alike"
+    return value, f"the farthest row that is more than half alike is {alike[-1]} away"
+
+
+PICTURES: dict[str, tuple[Callable[[Shown], bool], Callable[[Shown], Drawn]]] = {
+    "wavelengths": (lambda subject: subject.rotates and not subject.splits, _wavelengths),
+    "scores": (lambda subject: subject.scheme.kind != "table", _scores),
+    "relative": (lambda subject: subject.rotates, _relative),
+    "bias": (lambda subject: subject.scheme.kind == "bias", _bias),
+    "turning": (lambda subject: subject.rotates and not subject.splits, _turning),
+    "table": (lambda subject: subject.table is not None and not subject.table.trainable, _table),
+    "similarity": (lambda subject: subject.table is not None, _similarity),
+}
+"""Each picture: whether it applies to a scheme, and its numbers with a sentence about them."""

@@ -72,9 +72,9 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512, base: floa
     """Return the shape of a causal model with plain RoPE, for pictures without a model.
 
     Args:
-        heads: attention heads per layer.
-        dim: head dimension D, even.
-        length: original length of the model, in tokens.
+        heads: attention heads per layer, at most 1024.
+        dim: head dimension D, even, at most 4096.
+        length: original length of the model, in tokens, at most 2^24.
         base: theta of its RoPE, above 1.
 
     Raises:
@@ -84,9 +84,13 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512, base: floa
         >>> sample_geometry(dim=4).frequencies
         (1.0, 0.009999999776482582)
     """
-    for name, value, least in (("heads", heads, 1), ("dim", dim, 2), ("length", length, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
+    for name, value, least, most in (
+        ("heads", heads, 1, 1024),
+        ("dim", dim, 2, 4096),
+        ("length, the window,", length, 2, 2**24),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise OptionError(f"{name} is a whole number from {least} to {most:,}, got {value!r}.")
     if dim % 2:
         raise OptionError(f"dim must be even, because a rotary pair has two dimensions; got {dim}.")
     if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
