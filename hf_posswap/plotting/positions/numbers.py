@@ -24,7 +24,7 @@ from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Learned, Scheme, Sum, TableScheme
 from hf_posswap.schemes.mechanism import Mechanism, by_head
 from hf_posswap.schemes.piecewise import Piecewise
-from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme, own_rope
+from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme, own_rope, own_theta
 
 _SPREAD = 0.02
 """Standard deviation of the learned table without a model: GPT-2's initialization."""
@@ -314,21 +314,23 @@ def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
     """
     geometry, scheme = subject.geometry, cast(RotaryScheme, subject.scheme)
     lengths = wavelengths(subject)
-    turning = lengths.isfinite().nonzero().flatten()
+    is_known = geometry.frequencies is not None and len(geometry.frequencies) == len(lengths)
+    plain = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * len(lengths), torch.float64)
+    own = own_theta(geometry, torch.float64) if is_known else plain
+    turning = (lengths.isfinite() & (own > 0)).nonzero().flatten()
     if not len(turning):
         return torch.zeros(len(queries), len(keys), dtype=torch.float64)
     pair = int(turning[-1])
-    own = default_inv_freq(geometry.base or DEFAULT_BASE, scheme.rotary_dim(geometry), torch.float64)[pair]
     mechanism = _mechanism(subject, 0)
     if not isinstance(scheme, Piecewise) and (mechanism is None or mechanism.splits or not scheme.traits.relative):
-        return _measured_angles(subject, queries, keys, pair) / own
+        return _measured_angles(subject, queries, keys, pair) / own[pair]
     distances = (queries[:, None] - keys[None, :]).double()
     if isinstance(scheme, Piecewise):
         for entry in scheme.region_positions():
             holds = entry.region.holds(queries[None, :, None], keys[None, None, :])[0]
             at_query, at_key = entry.query(queries[None])[0], (entry.key or scheme.cached_key)(keys[None])[0]
             distances = torch.where(holds, at_query.double()[:, None] - at_key.double()[None, :], distances)
-    distances = distances * (2 * math.pi / lengths[pair] / own)
+    distances = distances * (2 * math.pi / lengths[pair] / own[pair])
     return distances.masked_fill(keys[None, :] > queries[:, None], math.nan) if geometry.causal else distances
 
 
@@ -357,7 +359,8 @@ def table_rows(subject: Shown, rows: int | None = None) -> Tensor:
     assert scheme is not None, "only schemes with a table have rows"
     old = subject.old
     if old is None:
-        old = _random_table(geometry.original_length, geometry.row_width)
+        source = torch.Generator().manual_seed(0)
+        old = torch.randn(geometry.original_length, geometry.row_width, generator=source) * _SPREAD
     count = rows or subject.length
     return scheme.fit(old, count, geometry).table(old, count, geometry).float()
 
@@ -387,7 +390,7 @@ def rows_at(subject: Shown, positions: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _random_table(rows: int, width: int) -> Tensor:
-    """Return a table as GPT-2's is before training, the same each time."""
+    """Return the rows of `table_rows` without a model, kept for the next length of the same shape."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)) * _SPREAD
 
 
