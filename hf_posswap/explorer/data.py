@@ -5,12 +5,10 @@ The mechanisms themselves compute them, through `hf_posswap.plotting.positions.n
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import math
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -216,69 +214,51 @@ def page_data(
     return {"shapes": drawn_shapes, "pool": [json.loads(text) for text in pool]}, choices
 
 
-def packed(data: Mapping[str, object]) -> str:
-    """Return JSON `data`, compressed by zlib, in base64.
-
-    Example:
-        >>> json.loads(zlib.decompress(base64.b64decode(packed({"pool": [1]}))))
-        {'pool': [1]}
-    """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    return base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
-
-
 def _drawn(choice: Choice, geometry: Geometry, factor: float, pool: dict[str, int]) -> dict[str, object]:
     """Return a choice's label and pictures at one length, or why it is refused."""
-    subject, error = _resolved(choice, geometry, factor)
     pictures = {}
     try:
-        for name, (takes, numbers_of) in PICTURES.items():
-            if subject is not None and takes(subject):
-                value, sentence = numbers_of(subject)
-                text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        subject = _resolved(choice, geometry, factor)
+        for takes, numbers_of in PICTURES:
+            for name, (value, sentence) in numbers_of(subject).items() if takes(subject) else ():
+                text = json.dumps(value, allow_nan=False, ensure_ascii=False)
                 pictures[name] = [pool.setdefault(text, len(pool)), sentence]
-    except Exception as raised:  # arbitrary code of a registered scheme
-        error = raised
-    if subject is None or error is not None:
+        kind = 1 if subject.splits else 0 if subject.rotates else 2 if subject.scheme.kind == "bias" else 3
+        begins = numbers.as_it_begins(subject).strip(" ()")
+    except Exception as error:  # arbitrary code of a registered scheme
         registered = choice.scheme if isinstance(choice.scheme, str) else choice.scheme.name
         unforeseen = "" if isinstance(error, PosswapError) else f"{type(error).__name__}: "
         choice.reason = f"{unforeseen}{error}".removeprefix(f"{registered}: ")
         return {"refused": choice.reason}
-    kind = 1 if subject.splits else 0 if subject.rotates else 2 if subject.scheme.kind == "bias" else 3
     choice.group = choice.group or GROUPS[kind]
-    if begins := numbers.as_it_begins(subject).strip(" ()"):
+    if begins:
         choice.words[f"{begins.capitalize()}."] = None
-    if subject.scheme.kind == "mixed":
-        choice.words[f"Drawn as {subject.scheme}; of layers that differ, the first."] = None
     if getattr(subject.scheme, "length_dependent", False):
         choice.words["Its angles are those at the length after the swap."] = None
     return {"name": subject.name, "pictures": pictures}
 
 
-def _resolved(choice: Choice, geometry: Geometry, factor: float) -> tuple[Shown | None, Exception | None]:
-    """Return the scheme in a shape, or the error; a scheme that needs options is drawn with its example options."""
-    first: Exception | None = None
-    for is_example in (False, True):
+def _resolved(choice: Choice, geometry: Geometry, factor: float) -> Shown:
+    """Return the scheme in a shape: with its example options if it has no place there without options."""
+    given = _VARIANTS[choice.name][1](factor, geometry) if choice.name in _VARIANTS else {}
+    examples = SCHEMES.get(choice.scheme).stand_ins(geometry) if isinstance(choice.scheme, str) else {}
+    refused: PosswapError | None = None
+    for options in (given, given | examples) if examples else (given,):
         try:
-            scheme = choice.scheme
-            if isinstance(scheme, str):
-                options = _VARIANTS[choice.name][1](factor, geometry) if choice.name in _VARIANTS else {}
-                options |= SCHEMES.get(scheme).stand_ins(geometry) if is_example else {}
-                scheme = make_scheme(scheme, **options)
+            scheme = make_scheme(choice.scheme, **options)
             subject = shown(scheme, geometry, factor=factor)
-        except Exception as error:  # arbitrary code of a registered scheme
-            first = first or error
+        except PosswapError as error:
+            refused = refused or error
             continue
-        if is_example and scheme.kind != "mixed":
-            choice.words[f"It needs options, and is drawn as {scheme}."] = None
-        return dataclasses.replace(subject, name=subject.name.replace(subject.scheme.name, choice.name, 1)), None
-    return None, first
+        if scheme.kind == "mixed":
+            choice.words[f"Drawn as {scheme}; of layers that differ, the first."] = None
+        elif refused is not None:
+            choice.words[f"Drawn as {scheme}."] = None
+        return dataclasses.replace(subject, name=subject.name.replace(subject.scheme.name, choice.name, 1))
+    assert refused is not None
+    raise refused
 
 
-_SIDE = 96
-"""Maximum number of positions along a side of a map, but for the last."""
-_POINTS = 128
-"""Points of a line over distances, spread evenly in the logarithm."""
 _ROWS, _COLUMNS = 128, 128
 """Of a position table."""
 _TURNS = 24
@@ -291,7 +271,8 @@ _NOTHING = " "
 """A cell of a map without a number, as in the future."""
 _FIRST_LEVEL = 0x100
 """The character of the lowest number of a map."""
-Drawn = tuple[object, str]
+Drawn = dict[str, tuple[object, str]]
+"""Pictures by name: the numbers, and a sentence about them."""
 
 
 def _plain(values: Tensor, digits: int = 5) -> list[float | None]:
@@ -310,101 +291,85 @@ def _map(values: Tensor, low: float, high: float) -> dict[str, object]:
     return {"low": ends[0], "high": ends[1], "columns": values.shape[1], "cells": cells}
 
 
-def _places(length: int) -> Tensor:
-    """Return positions 0 ... length - 1 at equal steps, at most `_SIDE`, and the last."""
-    step = -(-length // _SIDE)
-    return torch.tensor(sorted({*range(0, length, step), length - 1}))
-
-
-def _spread(length: int) -> Tensor:
-    """Return whole distances 0 ... length - 1, evenly spread in the logarithm of d + 1."""
-    return (torch.logspace(0, math.log2(length), _POINTS, base=2.0, dtype=torch.float64).round().long() - 1).unique()
-
-
-def _wavelengths(subject: Shown) -> Drawn:
-    window, length = subject.geometry.original_length, subject.length
-    tokens = numbers.wavelengths(subject)
-    sentence = f"{numbers.never_turn(subject, window)} of {len(tokens)} pairs complete no turn within {window} tokens"
-    return _plain(tokens), f"{sentence}, {numbers.never_turn(subject, length)} none within {length}"
-
-
 def _scores(subject: Shown) -> Drawn:
     ends = [0, min(subject.geometry.original_length, subject.length) - 1, subject.length - 1]
-    distances = torch.cat((_spread(subject.length), torch.tensor(ends))).unique()
+    distances = torch.cat((numbers.spread_distances(subject.length), torch.tensor(ends))).unique()
     scores = numbers.scores_by_distance(subject, distances)  # [H, N]
     value: dict[str, object] = {"distances": distances.tolist(), "mean": _plain(scores.mean(0))}
     if bool((scores.amax(0) > scores.amin(0)).any()):
         value |= {"low": _plain(scores.amin(0)), "high": _plain(scores.amax(0))}
     at = torch.searchsorted(distances, torch.tensor(ends))
     means = zip(scores.mean(0)[at].tolist(), ends, strict=True)
-    return value, ", ".join(f"{mean:z.2f} at {end}" for mean, end in means)
+    return {"scores": (value, ", ".join(f"{mean:z.2f} at {end}" for mean, end in means))}
 
 
 def _relative(subject: Shown) -> Drawn:
-    places = _places(subject.length)
+    places = numbers.places(subject.length)
     distances = numbers.apparent_distances(subject, places, places)
     farthest = float(distances.nan_to_num(0).max())
     value = _map(distances, 0.0, farthest) | {"last": subject.length - 1}
-    return value, f"the farthest seems {farthest:,.0f} tokens away, of {subject.length - 1}"
+    return {"relative": (value, f"the farthest seems {farthest:,.0f} tokens away, of {subject.length - 1}")}
 
 
 def _bias(subject: Shown) -> Drawn:
-    places = _places(subject.length)
+    places = numbers.places(subject.length)
     biases = numbers.scores(subject, places, places, query=torch.zeros(subject.geometry.head_dim))  # [H, N, N]
     heads = sorted({0, len(biases) // 2, len(biases) - 1})
     seen = biases[heads][~biases[heads].isnan()]
     least, most = float(seen.min()), float(seen.max())
     low = max(least, _FLOOR) - (least == most)  # a colour scale needs two different ends
     maps = [_map(biases[head], low, most) for head in heads]
-    return {"heads": heads, "maps": maps}, f"from {least:z.4g} to {most:z.4g} in the heads shown"
+    value = {"heads": heads, "maps": maps}
+    return {"bias": (value, f"from {least:z.4g} to {most:z.4g} in the heads shown")}
 
 
-def _turning(subject: Shown) -> Drawn:
+def _rotation(subject: Shown) -> Drawn:
     scheme, geometry, window = subject.scheme, subject.geometry, subject.geometry.original_length
     assert isinstance(scheme, RotaryScheme)
     angles = scheme.angles(geometry, torch.tensor([subject.length]) if scheme.length_dependent else None)
     tokens = numbers.wavelengths(subject)
+    never, still = (numbers.never_turn(subject, length) for length in (window, subject.length))
     drawn = []
     for pair in sorted({0, len(tokens) // 2, len(tokens) - 1}):
         positions = torch.arange(_TURNS) * (1 if pair == 0 else max(1, window // _TURNS))
         cos, sin = (each[0, 0, :, pair] for each in scheme.turns(positions[None], angles, geometry))
         points = [[round(x, 3), round(y, 3)] for x, y in zip(cos.tolist(), sin.tolist(), strict=True)]
         drawn.append({"pair": pair, "turn": _plain(tokens[[pair]])[0], "last": int(positions[-1]), "points": points})
-    turning = tokens[tokens.isfinite()]
-    if not len(turning):
-        return drawn, "no pair turns"
-    sentence = f"within the window the slowest pair that turns makes {window / float(turning[-1]):.3g} of a turn"
+    slowest = float(tokens[tokens.isfinite()][-1:].sum()) or math.inf
+    turns = f"within the window the slowest pair that turns makes {window / slowest:.3g} of a turn"
     factor = angles.attention_factor
-    return drawn, sentence + (f"; cos and sin are times {factor:.3g}" if abs(factor - 1) > 1e-4 else "")
+    if abs(factor - 1) > 1e-4:
+        turns += f"; cos and sin are times {factor:.3g}"
+    sentence = f"{never} of {len(tokens)} pairs complete no turn within {window} tokens"
+    return {
+        "wavelengths": (_plain(tokens), f"{sentence}, {still} none within {subject.length}"),
+        "turning": (drawn, turns),
+    }
 
 
 def _table(subject: Shown) -> Drawn:
-    rows = numbers.rows_at(subject, torch.arange(min(_ROWS, subject.length)))
-    most = float(rows.abs().max())
-    return _map(rows[:, :_COLUMNS], -most, most), f"{rows.shape[1]} dimensions, up to {most:.3g}"
-
-
-def _similarity(subject: Shown) -> Drawn:
-    window, length = subject.geometry.original_length, subject.length
+    window, length, table = subject.geometry.original_length, subject.length, subject.table
     ends = [window * k + by for k in range(1, min(FACTORS[-1], -(-length // window))) for by in (-1, 0, 1)]
-    distances = torch.cat((_spread(length), torch.tensor(ends, dtype=torch.long))).unique()
+    distances = torch.cat((numbers.spread_distances(length), torch.tensor(ends, dtype=torch.long))).unique()
     distances = distances[distances < length]
     rows = numbers.rows_at(subject, distances)
     cosines = torch.nn.functional.cosine_similarity(rows[:1], rows, dim=-1)
     alike = distances[(cosines > 0.5) & (distances > 0)].tolist()
+    farthest = f"the farthest row that is more than half alike is {alike[-1]} away" if alike else ""
     value = {"distances": distances.tolist(), "values": _plain(cosines, 4)}
-    if not alike:
-        return value, "no other row is more than half alike"
-    return value, f"the farthest row that is more than half alike is {alike[-1]} away"
+    drawn: Drawn = {"similarity": (value, farthest or "no other row is more than half alike")}
+    if table is not None and not table.trainable:
+        rows = numbers.rows_at(subject, torch.arange(min(_ROWS, length)))
+        most = float(rows.abs().max())
+        drawn["table"] = _map(rows[:, :_COLUMNS], -most, most), f"{rows.shape[1]} dimensions, up to {most:.3g}"
+    return drawn
 
 
-PICTURES: dict[str, tuple[Callable[[Shown], bool], Callable[[Shown], Drawn]]] = {
-    "wavelengths": (lambda subject: subject.rotates and not subject.splits, _wavelengths),
-    "scores": (lambda subject: subject.scheme.kind != "table", _scores),
-    "relative": (lambda subject: subject.rotates, _relative),
-    "bias": (lambda subject: subject.scheme.kind == "bias", _bias),
-    "turning": (lambda subject: subject.rotates and not subject.splits, _turning),
-    "table": (lambda subject: subject.table is not None and not subject.table.trainable, _table),
-    "similarity": (lambda subject: subject.table is not None, _similarity),
-}
-"""Each picture: whether it applies to a scheme, and its numbers with a sentence about them."""
+PICTURES: tuple[tuple[Callable[[Shown], bool], Callable[[Shown], Drawn]], ...] = (
+    (lambda subject: subject.rotates and not subject.splits, _rotation),
+    (lambda subject: subject.scheme.kind != "table", _scores),
+    (lambda subject: subject.rotates, _relative),
+    (lambda subject: subject.scheme.kind == "bias", _bias),
+    (lambda subject: subject.table is not None, _table),
+)
+"""Groups of pictures: whether they apply to a scheme, and their numbers."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +20,6 @@ from hf_posswap.explorer.data import (
     Choice,
     Shape,
     label,
-    packed,
     page_data,
 )
 from hf_posswap.explorer.model import ModelFacts
@@ -123,14 +125,27 @@ def render_page(facts: ModelFacts | None = None, *, geometry: Geometry | None = 
         shapes, requested, length = [Shape(facts.name, facts.explanation.report.geometry)], facts.scheme, facts.length
         about = about_model(facts)
     data, choices = page_data(shapes, requested, length)
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+    pictures = [
+        tag(
+            "section",
+            tag("h2", heading),
+            tag("p", note, class_="note"),
+            tag("div", class_="place", id=f"place-{name}"),
+            tag("ul", class_="said"),
+            id=name,
+        )
+        for name, heading, note in _PICTURES
+    ]
     no_script = tag("p", "The pictures are drawn by JavaScript, which is off in this browser.", class_="warning")
     return document(
         title,
         tag("header", tag("h1", title), tag("p", lead, class_="lead")),
-        tag("main", *about, _controls(shapes, choices, facts), *(_picture(*picture) for picture in _PICTURES)),
+        tag("main", *about, _controls(shapes, choices, facts), *pictures),
         tag("noscript", no_script),
         json_script(_settings(shapes, choices, facts), "settings"),
-        tag("script", Markup(packed(data)), type="text/plain", id="data"),
+        tag("script", Markup(packed), type="text/plain", id="data"),
         tag("script", Markup("\n".join(_asset(f"js/{name}.js") for name in SCRIPTS))),
         style=_asset("page.css"),
     )
@@ -165,20 +180,28 @@ def _settings(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | No
 
 
 def _controls(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | None) -> Markup:
-    groups = [
-        tag(
-            "fieldset",
-            tag("legend", f"Schemes that {group}" if group != GROUPS[-1] else "Others"),
-            tag("div", *(_chip(choice) for choice in choices if choice.group == group), class_="chips"),
-        )
-        for group in GROUPS
-    ]
+    groups = []
+    for group in GROUPS:
+        chips = [
+            tag(
+                "label",
+                tag("input", type="checkbox", value=choice.name),
+                mark(choice.number),
+                choice.name,
+                title=choice.summary,
+                class_=look(choice.number),
+            )
+            for choice in choices
+            if choice.group == group
+        ]
+        legend = tag("legend", f"Schemes that {group}" if group != GROUPS[-1] else "Others")
+        groups.append(tag("fieldset", legend, tag("div", *chips, class_="chips")))
     undrawn = [tag("li", f"{choice.name}: {choice.reason}") for choice in choices if choice.group is None]
     note = tag("div", "Registered, and not drawn here:", tag("ul", *undrawn), class_="note") if undrawn else None
     slider = tag(
         "div",
         tag("label", "length of the text, in windows", for_="slide-factor"),
-        _void("input", type="range", id="slide-factor", min=0, max=1, step=1),
+        tag("input", type="range", id="slide-factor", min=0, max=1, step=1),
         tag("output", id="length", for_="slide-factor"),
         class_="slider",
     )
@@ -213,24 +236,8 @@ def _shapes(shapes: list[Shape]) -> Markup:
         size = each.geometry
         turned = "a table" if size.base is None else f"base {size.base:,.10g}"
         words = f"{each.name}: {size.num_heads} heads of {size.head_dim}, window {size.original_length:,}, {turned}"
-        chips.append(tag("label", _void("input", type="radio", name="shape", value=each.name), words))
+        chips.append(tag("label", tag("input", type="radio", name="shape", value=each.name), words))
     return tag("fieldset", tag("legend", "Shape of the model"), tag("div", *chips, class_="chips"), id="shapes")
-
-
-def _chip(choice: Choice) -> Markup:
-    box = _void("input", type="checkbox", value=choice.name)
-    return tag("label", box, mark(choice.number), choice.name, title=choice.summary, class_=look(choice.number))
-
-
-def _void(name: str, /, **attributes: object) -> Markup:
-    """Return a void element, without an end tag."""
-    return Markup(str(tag(name, **attributes)).removesuffix(f"</{name}>"))
-
-
-def _picture(name: str, heading: str, note: str) -> Markup:
-    container = tag("div", class_="place", id=f"place-{name}")
-    summaries = tag("ul", class_="said")
-    return tag("section", tag("h2", heading), tag("p", note, class_="note"), container, summaries, id=name)
 
 
 def _asset(name: str) -> Markup:

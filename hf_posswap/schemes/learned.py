@@ -97,9 +97,6 @@ class Learned(TableScheme):
             )
         return dataclasses.replace(self, std=std or _USUAL_STD)
 
-    def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
-        return self.rows_at(torch.arange(rows, device="cpu"), old, rows, geometry)
-
     def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         old = old.detach().cpu()
         old = old.to(torch.promote_types(old.dtype, torch.float32))  # [L, E]

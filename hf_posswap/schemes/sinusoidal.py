@@ -216,7 +216,7 @@ class Sinusoidal(TableScheme):
         scale = fitted[:rows].square().mean().sqrt().item()
         return dataclasses.replace(self, scale=scale, residual=left / spread if spread else 0.0, growth=growth)
 
-    def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+    def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         scale = self._scale()
         if self.ridge is not None:
             # built from its config alone, a model has another table, or uninitialized memory, until weights are loaded
@@ -224,13 +224,8 @@ class Sinusoidal(TableScheme):
             there = bool(existing.isfinite().all() and existing.any())
             fitted = self._fitted(existing, rows) if there else self.waves(rows, existing.shape[1])
             size = fitted.square().mean().sqrt().item()
-            return (fitted if size == scale else fitted * (scale / size)).float()
-        return (self.waves(rows, geometry.row_width) * scale).float()  # [P, E]
-
-    def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
-        if self.ridge is not None:
-            return super().rows_at(positions, old, rows, geometry)
-        return (self.waves(positions, geometry.row_width) * self._scale()).float()
+            return (fitted if size == scale else fitted * (scale / size)).float()[positions]
+        return (self.waves(positions, geometry.row_width) * scale).float()  # [N, E]
 
     def _scale(self) -> float:
         if self.scale == "match":

@@ -69,7 +69,7 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     first = subjects[0]
     window, target = first.geometry.original_length, first.length
     # whole distances, log-spaced, and the last one of the window and of the target
-    spread = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long() - 1
+    spread = numbers.spread_distances(target, _POINTS)
     distances = torch.cat((spread, torch.tensor([window - 1, target - 1]))).unique()
     x = (distances + 1).numpy()
     below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."

@@ -108,7 +108,7 @@ def draw_bias(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> l
         path, "Bias by query and key", below, rows=len(subjects), columns=3, height=_HEIGHTS[3], dark=dark
     ) as page:
         for row, subject in enumerate(subjects):
-            positions = _sample_positions(subject.length)
+            positions = numbers.places(subject.length, _SIDE)
             biases = numbers.scores(subject, positions, positions, query=torch.zeros(subject.geometry.head_dim))
             heads = [0, len(biases) // 2, len(biases) - 1]
             least, high = (float(fold(biases.nan_to_num(0))) for fold in (torch.min, torch.max))
@@ -145,7 +145,7 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
     columns = _columns(len(subjects))
     maps = []
     for subject in subjects:
-        positions = _sample_positions(subject.length)
+        positions = numbers.places(subject.length, _SIDE)
         maps.append((subject, positions, numbers.apparent_distances(subject, positions, positions)))
     most = max(float(distances.nan_to_num(0).max()) for *_, distances in maps) or 1.0
     below = "Distances according to the slowest rotating pair. " + (
@@ -221,10 +221,6 @@ def token_at(subject: Shown) -> tuple[Tensor, Tensor]:
         return token, token + rows[list(PLACES)]
     token = torch.randn(subject.geometry.head_dim, generator=source)
     return token, numbers.turned(subject, token, torch.tensor(PLACES))
-
-
-def _sample_positions(length: int) -> Tensor:
-    return torch.linspace(0, length - 1, min(_SIDE, length)).round().long().unique()
 
 
 def _extent(at: Tensor) -> tuple[float, float, float, float]:

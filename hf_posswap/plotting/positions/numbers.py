@@ -56,10 +56,14 @@ class Shown:
         return isinstance(self.scheme, RotaryScheme)
 
     @property
+    def only_rotates(self) -> bool:
+        """Whether the scheme's angles are all that it does to queries and keys."""
+        return isinstance(self.scheme, RotaryScheme) and self.scheme.only_rotates
+
+    @property
     def splits(self) -> bool:
         """Whether far keys get other distances than near ones: attention splits into regions."""
-        scheme = self.scheme
-        return isinstance(scheme, RotaryScheme) and not scheme.only_rotates and scheme.mechanism(self.geometry).splits
+        return self.rotates and not self.only_rotates and self.scheme.mechanism(self.geometry).splits
 
     @property
     def table(self) -> TableScheme | None:
@@ -296,6 +300,26 @@ def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Ten
     """Return the scores of the last query with the keys at `distances` [N] before it, [H, N]: see `scores`."""
     last = torch.tensor([int(distances.max())])
     return scores(subject, last, last - distances, layer=layer)[:, 0]
+
+
+def spread_distances(length: int, points: int = 128) -> Tensor:
+    """Return whole distances 0 ... length - 1, at most `points`, evenly spread in the logarithm of d + 1.
+
+    Example:
+        >>> spread_distances(1000, points=4).tolist()
+        [0, 9, 99, 999]
+    """
+    return (torch.logspace(0, math.log2(length), points, base=2.0, dtype=torch.float64).round().long() - 1).unique()
+
+
+def places(length: int, side: int = 96) -> Tensor:
+    """Return positions 0 ... length - 1 at equal steps, at most `side`, and the last one.
+
+    Example:
+        >>> places(10, side=4).tolist()
+        [0, 3, 6, 9]
+    """
+    return torch.tensor(sorted({*range(0, length, -(-length // side)), length - 1}))
 
 
 def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:

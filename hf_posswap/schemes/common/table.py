@@ -88,10 +88,12 @@ class TableScheme(AnyTable):
             rows: positions of the new table.
             geometry: of the model.
         """
-        raise NotImplementedError
+        if type(self).rows_at is TableScheme.rows_at:
+            raise NotImplementedError(f"{type(self).__name__} defines neither table nor rows_at.")
+        return self.rows_at(torch.arange(rows, device="cpu"), old, rows, geometry)
 
     def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
-        """Return the rows at `positions` [N] of the table that `table` gives, [N, E], without the others if it can.
+        """Return the rows at `positions` [N] of `table`, [N, E]; a scheme defines one of the two.
 
         Args:
             positions: of the rows to return, whole numbers below `rows`, [N].
