@@ -239,21 +239,25 @@ def _drawn(choice: Choice, geometry: Geometry, factor: float, pool: dict[str, in
 
 
 def _resolved(choice: Choice, geometry: Geometry, factor: float) -> Shown:
-    """Return the scheme in a shape: with its example options if it has no place there without options."""
+    """Return the scheme in a shape: with its example options if it needs options there, or combines other schemes."""
     given = _VARIANTS[choice.name][1](factor, geometry) if choice.name in _VARIANTS else {}
-    examples = SCHEMES.get(choice.scheme).stand_ins(geometry) if isinstance(choice.scheme, str) else {}
+    attempts = [given]
+    if isinstance(choice.scheme, str) and (examples := SCHEMES.get(choice.scheme).stand_ins(geometry)):
+        attempts.append(given | examples)
+        if SCHEMES.get(choice.scheme).kind == "mixed":  # a combination of schemes is best shown by its example
+            attempts.reverse()
     refused: PosswapError | None = None
-    for options in (given, given | examples) if examples else (given,):
+    for options in attempts:
         try:
             scheme = make_scheme(choice.scheme, **options)
             subject = shown(scheme, geometry, factor=factor)
         except PosswapError as error:
             refused = refused or error
             continue
-        if scheme.kind == "mixed":
-            choice.words[f"Drawn as {scheme}; of layers that differ, the first."] = None
-        elif refused is not None:
-            choice.words[f"Drawn as {scheme}."] = None
+        if scheme.kind == "mixed" or refused is not None:
+            mechanism = subject.scheme.mechanism(geometry) if subject.scheme.acts_inside else None
+            layers = "" if mechanism is None or mechanism.for_layer(0) is mechanism else ", in the first layer"
+            choice.words[f"Drawn as {scheme}{layers}."] = None
         return dataclasses.replace(subject, name=subject.name.replace(subject.scheme.name, choice.name, 1))
     assert refused is not None
     raise refused

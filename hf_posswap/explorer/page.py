@@ -66,7 +66,7 @@ _PICTURES = (
     ),
     (
         "table",
-        "The sinusoidal table",
+        "Position tables",
         "One row per position, one column per dimension: red is above 0, blue below. Tables of learned rows, which are "
         "random before training, are not drawn.",
     ),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from hf_posswap.explorer import data
+from hf_posswap.explorer.data import PRESETS, SHAPES, page_data
 from hf_posswap.explorer.model import model_facts
-from hf_posswap.explorer.page import write_page
+from hf_posswap.explorer.page import render_page, write_page
 from hf_posswap.plotting.positions.numbers import sample_geometry
 from hf_posswap.schemes import make_scheme
 from tests.explorer.conftest import Chromium
@@ -60,8 +61,21 @@ return low;
 """
 
 
+@lru_cache(maxsize=1)
+def page_of_schemes() -> str:
+    return render_page()
+
+
+@lru_cache(maxsize=1)
+def data_of_schemes() -> Any:
+    """Return the data of `page_of_schemes` as the browser has it, and the names on the page."""
+    found, choices = page_data(SHAPES)
+    return json.loads(json.dumps(found)), [choice.name for choice in choices if choice.group is not None]
+
+
 def opened(driver: Any, place: Path, facts: Any = None) -> Any:
-    write_page(place / "page.html", facts)
+    page = page_of_schemes() if facts is None else render_page(facts)
+    (place / "page.html").write_text(page, encoding="utf-8")
     visit(driver, (place / "page.html").as_uri())
     driver.execute_script("document.getElementById('more').open = true")
     return driver
@@ -135,8 +149,6 @@ def test_nothing_is_wider_than_the_screen(chromium: Chromium, tmp_path: Path, ki
 def test_it_begins_with_one_slider_and_questions_that_have_answers(chromium: Chromium, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
-
-    from hf_posswap.explorer.data import PRESETS
 
     driver = opened(chromium("desktop"), tmp_path)
     visit(driver, driver.current_url)
@@ -226,10 +238,8 @@ def test_it_draws_and_says_what_python_computed(chromium: Chromium, tmp_path: Pa
     """Every scheme, in two shapes and at two lengths."""
     from selenium.webdriver.common.by import By
 
-    found, choices = data.page_data(data.SHAPES)
-    found = json.loads(json.dumps(found))  # as the browser has it
+    found, names = data_of_schemes()
     driver = opened(chromium("desktop"), tmp_path)
-    names = [choice.name for choice in choices if choice.group is not None]
     for shape, factor in ((0, 1), (2, 32)):
         step = next(step for step in found["shapes"][shape]["steps"] if step["factor"] == factor)
         before = drawn(driver)
@@ -365,12 +375,8 @@ def test_options_of_a_scheme_are_kept_in_the_address(chromium: Chromium, tmp_pat
 def test_without_what_it_needs_it_says_so(chromium: Chromium, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
 
-    write_page(tmp_path / "page.html")
-    old = (
-        (tmp_path / "page.html")
-        .read_text(encoding="utf-8")
-        .replace('"use strict";', "delete window.DecompressionStream;", 1)
-    )
+    (tmp_path / "page.html").write_text(page_of_schemes(), encoding="utf-8")
+    old = page_of_schemes().replace('"use strict";', "delete window.DecompressionStream;", 1)
     (tmp_path / "old.html").write_text(old, encoding="utf-8")
     driver = chromium("desktop")
     driver.get((tmp_path / "old.html").as_uri())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 import zlib
@@ -424,6 +425,46 @@ def test_a_page_of_a_model_draws_in_its_shape_and_selects_what_was_requested() -
     (shape,) = json.loads(zlib.decompress(base64.b64decode(packed)))["shapes"]
     assert [shape[key] for key in ("window", "heads", "dim", "base")] == [16, 2, 8, None]
     assert 40 in [step["length"] for step in shape["steps"]]
+
+
+def test_an_encoder_sees_keys_on_both_sides() -> None:
+    shape = data.Shape("encoder", dataclasses.replace(sample_geometry(2, 8, 64), causal=False))
+    found, _ = data.page_data([shape])
+    found = json.loads(json.dumps(found))
+    (relative, _), (bias, _) = picture(found, "relative", "rope", 1), picture(found, "bias", "alibi", 1)  # type: ignore
+    ahead = np.triu(np.ones((64, 64), dtype=bool))
+    assert not np.isnan(cells(relative)).any()
+    assert (cells(relative)[ahead] == 0).all()  # the colours of distances begin at 0
+    both = cells(bias["maps"][0])
+    np.testing.assert_allclose(both, both.T)
+
+
+def test_distances_are_counted_in_the_angles_that_a_scaled_model_has() -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = LlamaConfig(num_hidden_layers=2, max_position_embeddings=512, rope_parameters=scaling)
+    geometry = hf_posswap.explain(config).report.geometry
+    window = geometry.original_length
+    places = torch.tensor([0, window // 2, 2 * window - 1])
+    kept = numbers.apparent_distances(shown(make_scheme("rerope"), geometry, factor=2), places, places)
+    assert float(kept.nan_to_num(0).max()) == pytest.approx(window // 4)
+    plain = numbers.apparent_distances(shown(make_scheme("rope"), geometry, factor=2), places, places)
+    assert plain[2, 0].item() == pytest.approx(8 * (2 * window - 1), rel=1e-5)  # it takes the scaling away
+
+
+def test_distances_of_other_regions_are_measured() -> None:
+    """Dynamic NTK whose angles follow each query's own position: its regions are not those of `Piecewise`."""
+    subject = shown(make_scheme("dynamic:follow=query"), sample_geometry(2, 16, 64), factor=4)
+    scheme: Any = subject.scheme
+    places = torch.tensor([0, 40, 100, 255])
+    found = numbers.apparent_distances(subject, places, places)
+    for row, i in enumerate(places.tolist()):
+        length = torch.tensor([scheme.bucket_length(int(scheme.bucket(torch.tensor([i]))))])  # rounded up
+        slowest = float(scheme.angles(subject.geometry, length).exact.flatten()[-1])
+        expected = [(i - j) * slowest * 10000 ** (14 / 16) for j in places.tolist()[: row + 1]]
+        np.testing.assert_allclose(found[row, : row + 1], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_page_is_small() -> None:
