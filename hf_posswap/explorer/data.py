@@ -228,7 +228,7 @@ def _drawn(choice: Choice, geometry: Geometry, factor: float, pool: dict[str, in
     except Exception as error:  # arbitrary code of a registered scheme
         registered = choice.scheme if isinstance(choice.scheme, str) else choice.scheme.name
         unforeseen = "" if isinstance(error, PosswapError) else f"{type(error).__name__}: "
-        choice.reason = f"{unforeseen}{error}".removeprefix(f"{registered}: ")
+        choice.reason = f"{unforeseen}{error}".removeprefix(f"{registered}: ").removeprefix(f"{registered} ")
         return {"refused": choice.reason}
     choice.group = choice.group or GROUPS[kind]
     if begins:

@@ -303,7 +303,7 @@ def test_every_registered_scheme_is_drawn_or_has_a_reason() -> None:
                 assert by_name[name].group in data.GROUPS or drawn.get("refused") == by_name[name].reason
     undrawn = {name: choice.reason for name, choice in by_name.items() if choice.group is None}
     assert undrawn == {
-        name: f"{name} is for images, but these pictures show positions in a text."
+        name: "is for images, but these pictures show positions in a text."
         for name, scheme in SCHEMES.items()
         if "text" not in scheme.inputs
     }
