@@ -106,9 +106,10 @@ def render_page(facts: ModelFacts | None = None, *, geometry: Geometry | None = 
         OptionError: both are given.
 
     Example:
-        >>> from hf_posswap.plotting.positions.numbers import sample_geometry
-        >>> page = render_page(geometry=sample_geometry(heads=1, dim=4, length=16))
-        >>> page.startswith("<!doctype html>"), "your own" in page
+        >>> from transformers import GPT2Config
+        >>> from hf_posswap.explorer.model import model_facts
+        >>> page = render_page(model_facts(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16, vocab_size=9)))
+        >>> page.startswith("<!doctype html>"), "Which programs support it" in page
         (True, True)
     """
     if facts is not None and geometry is not None:

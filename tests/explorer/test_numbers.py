@@ -290,6 +290,7 @@ def test_a_large_table_is_drawn_narrower() -> None:
     assert numbers.rows_at(subject, torch.tensor([0, 2**17 + 1])).shape == (2, 16)
 
 
+@pytest.mark.slow
 def test_every_registered_scheme_is_drawn_or_has_a_reason() -> None:
     found, choices = data.page_data(data.SHAPES)
     by_name = {choice.name: choice for choice in choices}
@@ -370,6 +371,7 @@ def registered() -> Iterator[None]:
         SCHEMES.remove(scheme.name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_schemes_of_another_package_appear_without_an_edit() -> None:
     found, choices = data.page_data([tiny()])
@@ -467,6 +469,7 @@ def test_distances_of_other_regions_are_measured() -> None:
         np.testing.assert_allclose(found[row, : row + 1], expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_page_is_small() -> None:
     assert len(render_page()) < 4e6
     facts = model_facts(LlamaConfig(num_hidden_layers=2, max_position_embeddings=4096))
