@@ -336,7 +336,7 @@ def test_what_cannot_be_is_said_and_nothing_is_drawn_of_it(chromium: Chromium, t
     visit(driver, f"{address}#schemes=ntk,rope")
     assert driver.execute_script("return posswap.controls.settings.shape") == "your own"
     refused = driver.find_element(By.ID, "refused").text
-    assert refused.startswith("ntk: needs at least 4 rotary dimensions")
+    assert refused == "ntk: needs a rotary width of at least 4, here it is 2; use 'linear' or 'yarn' instead."
     said = driver.find_elements(By.CSS_SELECTOR, "#wavelengths .said li")
     assert [line.text.partition(":")[0] for line in said] == ["rope"]
     first = state(driver)
