@@ -51,7 +51,7 @@ def test_a_refused_swap_is_on_the_page_and_in_the_exit_code(posswap: Posswap, be
         (("--html", "x.html"), "'x.html': --html takes no file, --out names it"),
         (("gpt2", "--html", "x.html"), "'x.html': --html takes no file, --out names it"),
         (("--html", "--max-length", "64"), "--max-length, --site and --relative say how to put in a scheme"),
-        (("--html", "--heads", "0"), "heads is a whole number from 1 to 1,024, got 0"),
+        (("--html", "--heads", "0"), "heads is a whole number from 1 to 1,024; got 0"),
         (("--html", "--base", "1"), "base is a number above 1, got 1.0"),
         (("gpt2", "--html", "--dim", "8"), "the page of a MODEL has its shape: leave out --heads, --dim"),
         (("gpt2", "--window", "8"), "--heads, --dim, --window and --base give a shape to the page of --html"),

@@ -486,9 +486,12 @@ def test_a_shape_is_given_once() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"heads": 0}, "heads is a whole number from 1 to 1,024, got 0"),
+        ({"heads": 0}, "heads is a whole number from 1 to 1,024; got 0"),
         ({"dim": 3}, "dim must be even"),
-        ({"length": 2**30}, "length, the window, is a whole number from 2 to 16,777,216"),
+        (
+            {"length": 2**30},
+            "length is a whole number from 2 to 16,777,216 tokens, the original window; got 1073741824",
+        ),
         ({"base": 1.0}, "base is a number above 1, got 1.0"),
         ({"base": math.inf}, "base is a number above 1, got inf"),
     ],

@@ -88,13 +88,13 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512, base: floa
         >>> sample_geometry(dim=4).frequencies
         (1.0, 0.009999999776482582)
     """
-    for name, value, least, most in (
-        ("heads", heads, 1, 1024),
-        ("dim", dim, 2, 4096),
-        ("length, the window,", length, 2, 2**24),
+    for name, value, least, most, unit in (
+        ("heads", heads, 1, 1024, ""),
+        ("dim", dim, 2, 4096, ""),
+        ("length", length, 2, 2**24, " tokens, the original window"),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise OptionError(f"{name} is a whole number from {least} to {most:,}, got {value!r}.")
+            raise OptionError(f"{name} is a whole number from {least} to {most:,}{unit}; got {value!r}.")
     if dim % 2:
         raise OptionError(f"dim must be even, because a rotary pair has two dimensions; got {dim}.")
     if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
