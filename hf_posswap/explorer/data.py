@@ -332,7 +332,7 @@ def _rotation(subject: Shown) -> Drawn:
     assert isinstance(scheme, RotaryScheme)
     angles = scheme.angles(geometry, torch.tensor([subject.length]) if scheme.length_dependent else None)
     tokens = numbers.wavelengths(subject)
-    never, still = (numbers.never_turn(subject, length) for length in (window, subject.length))
+    never, still = (int((tokens > length).sum()) for length in (window, subject.length))
     drawn = []
     for pair in sorted({0, len(tokens) // 2, len(tokens) - 1}):
         positions = torch.arange(_TURNS) * (1 if pair == 0 else max(1, window // _TURNS))

@@ -128,6 +128,8 @@ def render_page(facts: ModelFacts | None = None, *, geometry: Geometry | None = 
     data, choices = page_data(shapes, requested, length)
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+    assets = files("hf_posswap.explorer")
+    scripts = [assets.joinpath(f"js/{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     pictures = [
         tag(
             "section",
@@ -147,8 +149,8 @@ def render_page(facts: ModelFacts | None = None, *, geometry: Geometry | None = 
         tag("noscript", no_script),
         json_script(_settings(shapes, choices, facts), "settings"),
         tag("script", Markup(packed), type="text/plain", id="data"),
-        tag("script", Markup("\n".join(_asset(f"js/{name}.js") for name in SCRIPTS))),
-        style=_asset("page.css"),
+        tag("script", Markup("\n".join(scripts))),
+        style=Markup(assets.joinpath("page.css").read_text(encoding="utf-8")),
     )
 
 
@@ -239,10 +241,6 @@ def _shapes(shapes: list[Shape]) -> Markup:
         words = f"{each.name}: {size.num_heads} heads of {size.head_dim}, window {size.original_length:,}, {turned}"
         chips.append(tag("label", tag("input", type="radio", name="shape", value=each.name), words))
     return tag("fieldset", tag("legend", "Shape of the model"), tag("div", *chips, class_="chips"), id="shapes")
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files("hf_posswap.explorer").joinpath(name).read_text(encoding="utf-8"))
 
 
 def about_model(facts: ModelFacts) -> list[Markup]:

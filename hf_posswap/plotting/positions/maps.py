@@ -87,7 +87,8 @@ def draw_similarity(subjects: Sequence[Shown], path: Path, *, dark: bool = False
                 + numbers.as_it_begins(subject)
             )
         page.bar(image, page.panels[: len(subjects)], "cosine")
-        _hide(page.panels[len(subjects) :])
+        for panel in page.panels[len(subjects) :]:
+            panel.set_visible(False)
     return summaries
 
 
@@ -173,7 +174,8 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
             page.name(panel, subject.name)
             page.axes(panel, "key j", "query i")
         page.bar(image, page.panels[: len(maps)], "tokens")
-        _hide(page.panels[len(maps) :])
+        for panel in page.panels[len(maps) :]:
+            panel.set_visible(False)
     return [
         f"{subject.name}: the farthest seems {float(distances.nan_to_num(0).max()):.0f} tokens away"
         for subject, _, distances in maps
@@ -231,8 +233,3 @@ def _extent(at: Tensor) -> tuple[float, float, float, float]:
 def _columns(maps: int) -> int:
     """Return the number of maps in a row: at most three, and two for four maps."""
     return 2 if maps == 4 else min(3, maps)
-
-
-def _hide(panels: Sequence[object]) -> None:
-    for panel in panels:
-        panel.set_visible(False)  # type: ignore[attr-defined]

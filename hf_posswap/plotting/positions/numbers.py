@@ -186,17 +186,6 @@ def wavelengths(subject: Shown) -> Tensor:
     return tokens.masked_fill(tokens > _NO_TURN, math.inf)
 
 
-def never_turn(subject: Shown, tokens: int) -> int:
-    """Return the number of pairs that do not complete one turn within `tokens`.
-
-    Example:
-        >>> from hf_posswap.schemes import Rope
-        >>> never_turn(shown(Rope(base=100.0), sample_geometry(dim=4)), 50)
-        1
-    """
-    return int((wavelengths(subject) > tokens).sum())
-
-
 def scores(
     subject: Shown,
     queries: Tensor,
