@@ -93,7 +93,9 @@ class TableScheme(AnyTable):
         return self.rows_at(torch.arange(rows, device="cpu"), old, rows, geometry)
 
     def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
-        """Return the rows at `positions` [N] of `table`, [N, E]; a scheme defines one of the two.
+        """Return the rows at `positions` [N] of `table`, [N, E].
+
+        A scheme defines one of the two; a subclass of a scheme with `rows_at` overrides that one.
 
         Args:
             positions: of the rows to return, whole numbers below `rows`, [N].
