@@ -21,6 +21,7 @@ from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
 from hf_posswap.plotting.styles import distinct_numbers, scheme_number
 from hf_posswap.schemes import SCHEMES, Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
+from hf_posswap.testing.twin import isolated
 from hf_posswap.utils.result_views import brief
 
 FACTORS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -207,7 +208,8 @@ def page_data(
             lengths.setdefault(length, length / window)
         steps = []
         for tokens, factor in sorted(lengths.items()):
-            drawn = {choice.name: _drawn(choice, geometry, factor, pool) for choice in choices}
+            with isolated():
+                drawn = {choice.name: _drawn(choice, geometry, factor, pool) for choice in choices}
             steps.append({"factor": factor, "length": tokens, "drawn": drawn})
         facts = {"window": window, "heads": geometry.num_heads, "dim": geometry.head_dim, "base": geometry.base}
         drawn_shapes.append({"name": shape.name, **facts, "steps": steps})

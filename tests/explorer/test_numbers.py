@@ -477,6 +477,12 @@ def test_a_page_is_small() -> None:
     assert len(render_page(facts)) < 1.5e6
 
 
+def test_neither_device_nor_precision_of_the_caller_changes_the_data() -> None:
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        found, _ = data.page_data([tiny()])
+    assert json.loads(json.dumps(found)) == embedded()
+
+
 def test_a_shape_is_given_once() -> None:
     facts = model_facts(LlamaConfig(num_hidden_layers=2))
     with pytest.raises(hf_posswap.errors.OptionError, match="facts and geometry are given"):
