@@ -112,7 +112,11 @@ def show(
         from hf_posswap.plotting import draw_positions
 
         if other_pictures or not draws_attention:
-            shape = _shape(model, heads, dim, window, trust_remote_code)
+            shape: dict[str, Any] = {"heads": heads, "dim": dim, "window": window}
+            if model is not None:  # it has its own
+                from hf_posswap.checkpoints.load import load
+
+                shape = {"model": load(source_of(model), trust_remote_code=trust_remote_code)}
             drawn += draw_positions(parsed, folder, pictures=other_pictures, factor=factor, dark=dark, **shape)
         if draws_attention and model is not None:
             drawn += draw_attention_of(
@@ -129,15 +133,6 @@ def show(
     for sheet in drawn:
         show_pairs([(str(sheet.path), sheet.summary)])
         show_text(*(f"  {line}" for line in sheet.said), "")
-
-
-def _shape(model: str | None, heads: int, dim: int, window: int, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the model whose geometry to draw in, or the numbers that say it, as arguments of `draw_positions`."""
-    if model is None:
-        return {"heads": heads, "dim": dim, "window": window}
-    from hf_posswap.checkpoints.load import load
-
-    return {"model": load(source_of(model), trust_remote_code=trust_remote_code)}
 
 
 def check_attention_options(is_requested: bool, model: str | None, options: dict[str, object]) -> None:

@@ -60,14 +60,21 @@ def explain(
         bool,
         typer.Option(
             "--html",
-            help="Write an interactive page that needs no network: what schemes do, redrawn as sliders move; with "
-            "MODEL its plan, memory, cost, and the programs that support the result.",
+            help="Write an interactive page that needs no network: what schemes do as the text grows; with MODEL its "
+            "plan, memory, cost, and the programs that support the result.",
         ),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="The page of --html.  [default: positions.html]"),
     ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --html and no MODEL: also draw a shape with this many attention heads."),
+    ] = None,
+    dim: Annotated[int | None, typer.Option(metavar="N", help="Likewise: dimensions of a head.")] = None,
+    window: Annotated[int | None, typer.Option(metavar="N", help="Likewise: original window in tokens.")] = None,
+    base: Annotated[float | None, typer.Option(metavar="X", help="Likewise: base (theta) of RoPE.")] = None,
     gguf_file: GGUFFile = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -81,11 +88,16 @@ def explain(
     Example: posswap explain meta-llama/Llama-3.2-1B yarn:factor=4
 
     Example: posswap explain --html -o positions.html
+
+    Example: posswap explain --html --window 4096 --base 500000
     """
+    sizes = {"heads": heads, "dim": dim, "length": window, "base": base}
     if html:
         how = _how(max_length, site, relative)
         named = None if model is None else source_of(model, gguf_file)
-        return write_explanation(named, scheme, how, out, json=json, trust_remote_code=trust_remote_code)
+        return write_explanation(named, scheme, how, out, sizes, json=json, trust_remote_code=trust_remote_code)
+    if any(size is not None for size in sizes.values()):
+        raise OptionError("--heads, --dim, --window and --base give a shape to the page of --html: give that, too.")
     if out is not None:
         raise OptionError(f"--out {out} is for the page of --html: give both, or neither.")
     if model is None:
@@ -235,6 +247,7 @@ def write_explanation(
     scheme: str | None,
     how: Mapping[str, object],
     out: Path | None,
+    sizes: Mapping[str, float | None],
     *,
     json: bool,
     trust_remote_code: bool,
@@ -246,6 +259,7 @@ def write_explanation(
         scheme: the swap to plan, as typed on the command line, or None.
         how: further arguments of `hf_posswap.plan_swap`.
         out: the file; None: positions.html in the working folder.
+        sizes: arguments of `sample_geometry` for a shape of one's own, None where it has its default.
         json: print the path as JSON.
         trust_remote_code: run code that comes with the checkpoint if its config needs it.
     """
@@ -256,17 +270,22 @@ def write_explanation(
             raise OptionError(f"{name!r}: --html takes no file, --out names it: posswap explain --html --out {name}")
     if model is None and scheme is None and any(value not in (None, "auto") for value in how.values()):
         raise OptionError("--max-length, --site and --relative say how to put in a scheme: name a MODEL and one.")
+    own = {name: size for name, size in sizes.items() if size is not None}
+    if own and model is not None:
+        raise OptionError("the page of a MODEL has its shape: leave out --heads, --dim, --window and --base, or MODEL.")
     path = checked_file(out or Path(PAGE))
     chosen = None if scheme is None else make_scheme(scheme)
     source = None if model is None else source_of(model)
     with quiet_library():
         from hf_posswap.explorer.model import model_facts
         from hf_posswap.explorer.page import write_page
+        from hf_posswap.plotting.positions.numbers import sample_geometry
 
         facts = None
         if source is not None:
             facts = model_facts(source, chosen, written=scheme, trust_remote_code=trust_remote_code, **how)
-        write_page(path, facts)
+        geometry = sample_geometry(**own) if own else None  # type: ignore[arg-type]  # it checks them
+        write_page(path, facts, geometry=geometry)
     if json:
         show_json({"page": str(path)})
     else:

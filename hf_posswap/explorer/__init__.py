@@ -1,1 +1,1 @@
-"""An interactive page that needs no network: what position schemes do, redrawn in the browser as sliders move."""
+"""An interactive page that needs no network: what position schemes do as the text grows, drawn in the browser."""

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from hf_posswap.explorer.choices import (
-    CHOICES,
+from hf_posswap.errors import OptionError
+from hf_posswap.explorer.data import (
+    FIRST,
     GROUPS,
+    OTHER,
     PRESETS,
-    SLIDERS,
+    ROTARY,
+    SHAPES,
     Choice,
-    Slider,
-    beginnings,
-    first_schemes,
-    first_settings,
-    limits,
-    number_of,
-    styles,
+    Shape,
+    label,
+    page_data,
 )
 from hf_posswap.explorer.model import ModelFacts
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.plan.swap_plan import EDIT_HEADER
-from hf_posswap.report.looks import document, look, mark
+from hf_posswap.report.looks import document, look, mark, shape
 from hf_posswap.report.markup import Markup, json_script, tag
 from hf_posswap.utils.atomic_io import write_text
 from hf_posswap.utils.format import human_bytes
 
 PAGE = "positions.html"
 """The default file name of the page."""
-SCRIPTS = (
-    "numbers", "rotary", "piecewise", "bias", "table", "data", "colours", "elements", "lines", "maps", "pictures",
-    "controls",
-)  # fmt: skip
+SCRIPTS = ("numbers", "data", "colours", "elements", "lines", "maps", "pictures", "controls")
 """The modules of the script, in order of dependency."""
 _PICTURES = (
     (
@@ -66,8 +66,9 @@ _PICTURES = (
     ),
     (
         "table",
-        "The sinusoidal table",
-        "One row per position, one column per dimension: red is above 0, blue below. The width is that of all heads.",
+        "Position tables",
+        "One row per position, one column per dimension: red is above 0, blue below. Tables of learned rows, which are "
+        "random before training, are not drawn.",
     ),
     (
         "similarity",
@@ -78,89 +79,151 @@ _PICTURES = (
 )
 
 
-def write_page(path: Path, facts: ModelFacts | None = None) -> None:
+def write_page(path: Path, facts: ModelFacts | None = None, *, geometry: Geometry | None = None) -> None:
     """Write the page to `path` atomically.
 
     Args:
         path: the .html file.
-        facts: facts about a model; None: the page shows only schemes.
+        facts: as in `render_page`.
+        geometry: likewise.
 
     Raises:
+        OptionError: as `render_page`.
         CheckpointError: the file cannot be written.
     """
-    write_text(path, render_page(facts))
+    write_text(path, render_page(facts, geometry=geometry))
 
 
-def render_page(facts: ModelFacts | None = None) -> str:
+def render_page(facts: ModelFacts | None = None, *, geometry: Geometry | None = None) -> str:
     """Return the page with inline styles, scripts and data.
 
     Args:
-        facts: as in `write_page`.
+        facts: facts about a model, in whose shape the schemes are drawn; None: the page shows only schemes, in the
+            shapes of `SHAPES`.
+        geometry: a further shape to draw in, initially the one shown, such as `sample_geometry(heads=4, base=500.0)`.
+
+    Raises:
+        OptionError: both are given.
 
     Example:
-        >>> render_page().startswith("<!doctype html>")
-        True
+        >>> from transformers import GPT2Config
+        >>> from hf_posswap.explorer.model import model_facts
+        >>> page = render_page(model_facts(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16, vocab_size=9)))
+        >>> page.startswith("<!doctype html>"), "Which programs support it" in page
+        (True, True)
     """
+    if facts is not None and geometry is not None:
+        raise OptionError("facts and geometry are given, and each says the shape to draw in: give one of them.")
     title = "Position schemes" if facts is None else f"Positions of {facts.name}"
     lead = (
         "What happens to the positions that a model sees when its text grows beyond its window? Move the slider, or "
         "choose a question."
     )
-    about = [] if facts is None else about_model(facts)
+    shapes = list(SHAPES) if geometry is None else [Shape("your own", geometry), *SHAPES]
+    requested, length = None, None
+    about = []
+    if facts is not None:
+        shapes, requested, length = [Shape(facts.name, facts.explanation.report.geometry)], facts.scheme, facts.length
+        about = about_model(facts)
+    data, choices = page_data(shapes, requested, length)
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+    assets = files("hf_posswap.explorer")
+    scripts = [assets.joinpath(f"js/{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+    pictures = [
+        tag(
+            "section",
+            tag("h2", heading),
+            tag("p", note, class_="note"),
+            tag("div", class_="place", id=f"place-{name}"),
+            tag("ul", class_="said"),
+            id=name,
+        )
+        for name, heading, note in _PICTURES
+    ]
+    no_script = tag("p", "The pictures are drawn by JavaScript, which is off in this browser.", class_="warning")
     return document(
         title,
         tag("header", tag("h1", title), tag("p", lead, class_="lead")),
-        tag("main", *about, _controls(facts), *(_picture(*picture) for picture in _PICTURES)),
-        json_script(_settings(facts), "settings"),
-        tag("script", Markup("\n".join(_asset(f"js/{name}.js") for name in SCRIPTS))),
-        style=_asset("page.css"),
+        tag("main", *about, _controls(shapes, choices, facts), *pictures),
+        tag("noscript", no_script),
+        json_script(_settings(shapes, choices, facts), "settings"),
+        tag("script", Markup(packed), type="text/plain", id="data"),
+        tag("script", Markup("\n".join(scripts))),
+        style=Markup(assets.joinpath("page.css").read_text(encoding="utf-8")),
     )
 
 
-def _settings(facts: ModelFacts | None) -> dict[str, object]:
-    """Return the initial data of the script."""
-    geometry = None if facts is None else facts.explanation.report.geometry
-    first = first_settings(geometry, None if facts is None else facts.length)
-    chosen = first_schemes(geometry, None if facts is None else facts.scheme)
-    ends = limits(first)
+def _settings(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | None) -> dict[str, object]:
+    """Return the initial state of the controls, the questions, and the style and the words of each choice."""
+    own, chosen, factor = shapes[0], list(FIRST), 4.0
+    if facts is not None:
+        native, *compared = OTHER if own.geometry.base is None else ROTARY
+        chosen = list(dict.fromkeys([native, *([label(facts.scheme)] if facts.scheme is not None else compared)]))
+        factor = max(1.0, (facts.length or 4 * own.geometry.original_length) / own.geometry.original_length)
+    drawn = {choice.name: choice for choice in choices if choice.group is not None}
     return {
-        "styles": styles(),
-        "start": {"settings": first, "schemes": chosen},
+        "styles": [
+            {"name": name, "look": look(choice.number), "shape": shape(choice.number), "words": " ".join(choice.words)}
+            for name, choice in drawn.items()
+        ],
+        "start": {
+            "settings": {"shape": own.name, "factor": factor},
+            "schemes": [name for name in chosen if name in drawn],
+        },
         "presets": [
-            {"schemes": preset.schemes, "settings": preset.settings if facts is None else {}, "answer": preset.answer}
+            {
+                "schemes": preset.schemes,
+                "settings": {"shape": preset.shape, "factor": 4} if facts is None else {},
+                "answer": preset.answer,
+            }
             for preset in PRESETS
         ],
-        "limits": ends,
-        "beginnings": beginnings(int(ends["heads"][1])),
     }
 
 
-def _controls(facts: ModelFacts | None) -> Markup:
-    groups = [
-        tag(
-            "fieldset",
-            tag("legend", f"Schemes that {group}" if group != GROUPS[-1] else "Others"),
-            tag("div", *(_chip(choice) for choice in CHOICES if choice.group == group), class_="chips"),
-        )
-        for group in GROUPS
-    ]
-    length, *others = map(_slider, SLIDERS)
+def _controls(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | None) -> Markup:
+    groups = []
+    for group in GROUPS:
+        chips = [
+            tag(
+                "label",
+                tag("input", type="checkbox", value=choice.name),
+                mark(choice.number),
+                choice.name,
+                title=choice.summary,
+                class_=look(choice.number),
+            )
+            for choice in choices
+            if choice.group == group
+        ]
+        legend = tag("legend", f"Schemes that {group}" if group != GROUPS[-1] else "Others")
+        groups.append(tag("fieldset", legend, tag("div", *chips, class_="chips")))
+    undrawn = [tag("li", f"{choice.name}: {choice.reason}") for choice in choices if choice.group is None]
+    note = tag("div", "Registered, and not drawn here:", tag("ul", *undrawn), class_="note") if undrawn else None
+    slider = tag(
+        "div",
+        tag("label", "length of the text, in windows", for_="slide-factor"),
+        tag("input", type="range", id="slide-factor", min=0, max=1, step=1),
+        tag("output", id="length", for_="slide-factor"),
+        class_="slider",
+    )
     questions = [tag("button", preset.question, type="button") for preset in PRESETS]
     heading = "How long is the text?" if facts is None else "How long is the text, for this model?"
     foot = tag("div", tag("button", "Start again", type="button", id="reset"), tag("p", id="state"), class_="foot")
-    summary = "More schemes, and the shape of the model: every picture is redrawn from the schemes' own formulas"
     return tag(
         "section",
         tag("h2", heading),
-        length,
+        slider,
         tag("div", *questions, id="questions", class_="chips"),
         tag("p", id="answer", aria_live="polite"),
         tag(
             "details",
-            tag("summary", summary),
+            tag("summary", "More schemes" if facts is not None else "More schemes, and the shape of the model"),
             tag("div", *groups, id="schemes"),
-            tag("div", *others, class_="sliders"),
+            _shapes(shapes) if len(shapes) > 1 else None,
             tag("ul", class_="said", id="words"),
+            note,
             id="more",
         ),
         foot,
@@ -169,35 +232,15 @@ def _controls(facts: ModelFacts | None) -> Markup:
     )
 
 
-def _slider(slider: Slider) -> Markup:
-    return tag(
-        "div",
-        tag("label", slider.label, for_=f"number-{slider.name}"),
-        _void("input", type="range", id=f"slide-{slider.name}", min=0, max=1000, step=1, aria_label=slider.label),
-        _void("input", type="number", id=f"number-{slider.name}", step="any", inputmode="decimal"),
-        class_="slider",
-    )
-
-
-def _chip(choice: Choice) -> Markup:
-    number = number_of(choice)
-    box = _void("input", type="checkbox", value=choice.name)
-    return tag("label", box, mark(number), choice.name, title=choice.summary, class_=look(number))
-
-
-def _void(name: str, **attributes: object) -> Markup:
-    """Return a void element, without an end tag."""
-    return Markup(str(tag(name, **attributes)).removesuffix(f"</{name}>"))
-
-
-def _picture(name: str, heading: str, note: str) -> Markup:
-    container = tag("div", class_="place", id=f"place-{name}")
-    summaries = tag("ul", class_="said")
-    return tag("section", tag("h2", heading), tag("p", note, class_="note"), container, summaries, id=name)
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files("hf_posswap.explorer").joinpath(name).read_text(encoding="utf-8"))
+def _shapes(shapes: list[Shape]) -> Markup:
+    """Return the choice of the shape to draw in."""
+    chips = []
+    for each in shapes:
+        size = each.geometry
+        turned = "a table" if size.base is None else f"base {size.base:,.10g}"
+        words = f"{each.name}: {size.num_heads} heads of {size.head_dim}, window {size.original_length:,}, {turned}"
+        chips.append(tag("label", tag("input", type="radio", name="shape", value=each.name), words))
+    return tag("fieldset", tag("legend", "Shape of the model"), tag("div", *chips, class_="chips"), id="shapes")
 
 
 def about_model(facts: ModelFacts) -> list[Markup]:

@@ -7,7 +7,8 @@ import json
 
 from hf_posswap.utils.printable import printable_lines
 
-_VOID = frozenset({"meta", "link", "br", "circle", "line", "path", "rect"})
+_VOID_HTML = frozenset({"meta", "link", "br", "input"})
+_VOID = _VOID_HTML | {"circle", "line", "path", "rect"}
 
 
 class Markup(str):
@@ -35,7 +36,7 @@ def tag(name: str, /, *content: object, **attributes: object) -> Markup:
         if value is not None and value is not False:
             attribute_text += f" {attribute}" if value is True else f' {attribute}="{join(value)}"'
     if name in _VOID:
-        return Markup(f"<{name}{attribute_text}>" if name in ("meta", "link", "br") else f"<{name}{attribute_text}/>")
+        return Markup(f"<{name}{attribute_text}>" if name in _VOID_HTML else f"<{name}{attribute_text}/>")
     return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
 
 

@@ -97,25 +97,22 @@ class Learned(TableScheme):
             )
         return dataclasses.replace(self, std=std or _USUAL_STD)
 
-    def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+    def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         old = old.detach().cpu()
         old = old.to(torch.promote_types(old.dtype, torch.float32))  # [L, E]
         count = old.shape[0]
-        position = torch.arange(rows, device="cpu")
         if self.extend in _DRAWN:
-            return self._drawn(old, rows)
-        if rows == count:
-            return old.clone()
-        if self.extend == "tile":
-            return old[position % count]
+            return self._drawn(old, rows)[positions]
+        if rows == count or self.extend == "tile":
+            return old[positions % count]
         if self.extend == "group":
-            return old[position * count // rows]
+            return old[positions * count // rows]
         if self.extend == "hierarchical":
             basis = (old - self.alpha * old[:1]) / (1 - self.alpha)
-            new = self.alpha * basis[position // count] + (1 - self.alpha) * basis[position % count]
-            new[:count] = old[:rows]  # the formula gives the same up to rounding
-            return new
-        source = position.double() * count / rows  # the old position that new position p maps to
+            new = self.alpha * basis[positions // count] + (1 - self.alpha) * basis[positions % count]
+            # for the first rows the formula gives the old ones up to rounding
+            return torch.where((positions < count)[:, None], old[positions % count], new)
+        source = positions.double() * count / rows  # the old position that new position p maps to
         low = source.floor().long().clamp(max=count - 1)
         high = (low + 1).clamp(max=count - 1)
         weight = (source - low).to(old.dtype)[:, None]

@@ -216,7 +216,7 @@ class Sinusoidal(TableScheme):
         scale = fitted[:rows].square().mean().sqrt().item()
         return dataclasses.replace(self, scale=scale, residual=left / spread if spread else 0.0, growth=growth)
 
-    def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+    def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         scale = self._scale()
         if self.ridge is not None:
             # built from its config alone, a model has another table, or uninitialized memory, until weights are loaded
@@ -224,16 +224,20 @@ class Sinusoidal(TableScheme):
             there = bool(existing.isfinite().all() and existing.any())
             fitted = self._fitted(existing, rows) if there else self.waves(rows, existing.shape[1])
             size = fitted.square().mean().sqrt().item()
-            return (fitted if size == scale else fitted * (scale / size)).float()
-        return (self.waves(rows, geometry.row_width) * scale).float()  # [P, E]
+            return (fitted if size == scale else fitted * (scale / size)).float()[positions]
+        return (self.waves(positions, geometry.row_width) * scale).float()  # [N, E]
 
     def _scale(self) -> float:
         if self.scale == "match":
             raise SchemeError(f"{self.name}: scale is still 'match': call fit first, or give a number.")
         return self.scale
 
-    def waves(self, rows: int, width: int) -> Tensor:
+    def waves(self, rows: int | Tensor, width: int) -> Tensor:
         """Return S: the sines and cosines of each position, without scale, [rows, width], float64.
+
+        Args:
+            rows: how many positions, from 0; or the positions themselves, [rows].
+            width: E, even.
 
         Example:
             >>> table = Sinusoidal().waves(128, 8)  # dimensions 2i and 2i + 1: sin and cos of p / 10000^(2i/8)
@@ -269,8 +273,8 @@ class Sinusoidal(TableScheme):
             True
         """
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width  # [E/2]
-        positions = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]  # [P, 1]
-        angles = positions * self.base**-exponents  # [P, E/2]
+        positions = torch.arange(rows, device="cpu") if isinstance(rows, int) else rows
+        angles = positions.double()[:, None] * self.base**-exponents  # [P, E/2]
         waves = (angles.sin(), angles.cos())
         if self.layout == "halves":
             return torch.cat(waves, dim=-1)

@@ -18,6 +18,16 @@ def test_a_page_of_schemes_needs_no_model(posswap: Posswap, tmp_path: Path) -> N
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_a_shape_of_ones_own_is_the_first_of_the_page(posswap: Posswap, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    run = posswap("explain", "--html", "--heads", 2, "--dim", 8, "--window", 24, "--base", 500, "-o", page)
+    assert (run.returncode, run.stderr) == (0, "")
+    text = page.read_text(encoding="utf-8")
+    assert "your own: 2 heads of 8, window 24, base 500" in text
+    settings = json.loads(text.partition('id="settings">')[2].partition("</script>")[0])
+    assert settings["start"]["settings"] == {"shape": "your own", "factor": 4.0}
+
+
 def test_a_page_of_a_model_has_its_plan(posswap: Posswap, llama: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     run = posswap("explain", llama, "yarn:factor=4", "--html", "-o", page, "--json")
@@ -41,6 +51,10 @@ def test_a_refused_swap_is_on_the_page_and_in_the_exit_code(posswap: Posswap, be
         (("--html", "x.html"), "'x.html': --html takes no file, --out names it"),
         (("gpt2", "--html", "x.html"), "'x.html': --html takes no file, --out names it"),
         (("--html", "--max-length", "64"), "--max-length, --site and --relative say how to put in a scheme"),
+        (("--html", "--heads", "0"), "heads is a whole number from 1 to 1,024; got 0"),
+        (("--html", "--base", "1"), "base is a number above 1, got 1.0"),
+        (("gpt2", "--html", "--dim", "8"), "the page of a MODEL has its shape: leave out --heads, --dim"),
+        (("gpt2", "--window", "8"), "--heads, --dim, --window and --base give a shape to the page of --html"),
     ],
 )
 def test_what_is_wrong_is_one_line(posswap: Posswap, arguments: tuple[str, ...], words: str) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
+from hf_posswap.explorer.data import PRESETS, SHAPES, page_data
 from hf_posswap.explorer.model import model_facts
-from hf_posswap.explorer.page import write_page
+from hf_posswap.explorer.page import render_page, write_page
+from hf_posswap.plotting.positions.numbers import sample_geometry
 from hf_posswap.schemes import make_scheme
 from tests.explorer.conftest import Chromium
 
@@ -57,15 +61,31 @@ return low;
 """
 
 
+@lru_cache(maxsize=1)
+def page_of_schemes() -> str:
+    return render_page()
+
+
+@lru_cache(maxsize=1)
+def data_of_schemes() -> Any:
+    """Return the data of `page_of_schemes` as the browser has it, and the names on the page."""
+    found, choices = page_data(SHAPES)
+    return json.loads(json.dumps(found)), [choice.name for choice in choices if choice.group is not None]
+
+
 def opened(driver: Any, place: Path, facts: Any = None) -> Any:
-    write_page(place / "page.html", facts)
-    driver.get((place / "page.html").as_uri())
-    open_all(driver)
+    page = page_of_schemes() if facts is None else render_page(facts)
+    (place / "page.html").write_text(page, encoding="utf-8")
+    visit(driver, (place / "page.html").as_uri())
+    driver.execute_script("document.getElementById('more').open = true")
     return driver
 
 
-def open_all(driver: Any) -> None:
-    driver.execute_script("document.getElementById('more').open = true")
+def visit(driver: Any, address: str) -> None:
+    """Open an address, anew if it is that of the page already, and wait until it is drawn."""
+    driver.get("about:blank")
+    driver.get(address)
+    wait_for_drawing(driver, 0)
 
 
 def yarn() -> Any:
@@ -73,13 +93,18 @@ def yarn() -> Any:
 
 
 def drawn(driver: Any) -> int:
-    return int(driver.execute_script("return document.body.dataset.drawn"))
+    return int(driver.execute_script("return document.body.dataset.drawn ?? 0"))
 
 
 def wait_for_drawing(driver: Any, before: int) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(driver, 20).until(lambda one: drawn(one) > before)
+
+
+def state(driver: Any) -> list[Any]:
+    """Return the settings and the selected schemes."""
+    return driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
 
 
 def visible(driver: Any) -> list[str]:
@@ -125,10 +150,8 @@ def test_it_begins_with_one_slider_and_questions_that_have_answers(chromium: Chr
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
-    from hf_posswap.explorer.choices import PRESETS
-
     driver = opened(chromium("desktop"), tmp_path)
-    driver.refresh()
+    visit(driver, driver.current_url)
     shown = [slider for slider in driver.find_elements(By.CSS_SELECTOR, "input[type=range]") if slider.is_displayed()]
     assert [slider.get_attribute("id") for slider in shown] == ["slide-factor"]
     assert driver.find_element(By.ID, "answer").text == ""
@@ -139,8 +162,7 @@ def test_it_begins_with_one_slider_and_questions_that_have_answers(chromium: Chr
         button.send_keys(Keys.ENTER)
         wait_for_drawing(driver, before)
         assert driver.find_element(By.ID, "answer").text == preset.answer
-        held = driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
-        assert held == [preset.settings, list(preset.schemes)]
+        assert state(driver) == [{"shape": preset.shape, "factor": 4}, list(preset.schemes)]
         assert button.get_attribute("aria-pressed") == "true"
         assert driver.find_element(By.ID, "refused").text == ""
     before = drawn(driver)
@@ -158,8 +180,7 @@ def test_a_question_keeps_the_shape_of_a_model(chromium: Chromium, tmp_path: Pat
     driver = opened(chromium("desktop"), tmp_path, yarn())
     before = driver.execute_script("return posswap.controls.settings")
     driver.find_element(By.CSS_SELECTOR, "#questions button:nth-child(2)").send_keys(Keys.ENTER)
-    held = driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
-    assert held == [before, ["rope", "linear", "yarn"]]
+    assert state(driver) == [before, ["rope", "linear", "yarn"]]
 
 
 def test_text_has_enough_contrast(chromium: Chromium, tmp_path: Path) -> None:
@@ -186,14 +207,75 @@ def test_a_slider_is_moved_by_keys_and_redraws(chromium: Chromium, tmp_path: Pat
 
     driver = opened(chromium("desktop"), tmp_path)
     before, said = drawn(driver), driver.find_element(By.CSS_SELECTOR, "#wavelengths .said").text
-    slider = driver.find_element(By.ID, "slide-base")
-    slider.send_keys(*[Keys.ARROW_RIGHT] * 60)
+    slider = driver.find_element(By.ID, "slide-factor")
+    slider.send_keys(*[Keys.ARROW_RIGHT] * 3)
     wait_for_drawing(driver, before)
-    base = float(driver.find_element(By.ID, "number-base").get_attribute("value"))
-    assert base > 10_000
+    assert driver.find_element(By.ID, "length").text == "12 windows, 6,144 tokens"
     assert driver.find_element(By.CSS_SELECTOR, "#wavelengths .said").text != said
-    assert f"base={base:g}" in driver.current_url
-    assert slider.get_attribute("aria-valuetext") == f"{base:g}"
+    assert "factor=12" in driver.current_url
+    assert slider.get_attribute("aria-valuetext") == "12 windows, 6,144 tokens"
+    slider.send_keys(Keys.HOME)
+    assert driver.find_element(By.ID, "length").text == "1 window, 512 tokens"
+    slider.send_keys(Keys.END)
+    assert driver.find_element(By.ID, "length").text == "64 windows, 32,768 tokens"
+
+
+def test_a_shape_is_chosen_by_keys_and_keeps_the_schemes(chromium: Chromium, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    driver = opened(chromium("desktop"), tmp_path)
+    before, schemes = drawn(driver), state(driver)[1]
+    driver.find_element(By.CSS_SELECTOR, "#shapes input:checked").send_keys(Keys.ARROW_DOWN)
+    wait_for_drawing(driver, before)
+    assert state(driver) == [{"shape": "Llama 3 8B", "factor": 4}, schemes]
+    assert "32 heads of 128, window 8,192, base 500,000; 32,768 tokens" in driver.find_element(By.ID, "state").text
+    assert "original window, 8192" in driver.find_element(By.ID, "wavelengths").text
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_it_draws_and_says_what_python_computed(chromium: Chromium, tmp_path: Path, kind: str) -> None:
+    """Every scheme, in two shapes and at two lengths."""
+    from selenium.webdriver.common.by import By
+
+    found, names = data_of_schemes()
+    driver = opened(chromium("desktop"), tmp_path)
+    for shape, factor in ((0, 1), (2, 32)):
+        step = next(step for step in found["shapes"][shape]["steps"] if step["factor"] == factor)
+        before = drawn(driver)
+        settings = {"shape": found["shapes"][shape]["name"], "factor": factor}
+        driver.execute_script(
+            "location.hash = new URLSearchParams({schemes: arguments[0], ...arguments[1]})", names, settings
+        )
+        wait_for_drawing(driver, before)
+        said, refused = [], []
+        for name in names:
+            held = step["drawn"][name]
+            refused += [f"{name}: {held['refused']}"] if "refused" in held else []
+            expected = None
+            if kind in held.get("pictures", {}):
+                place, sentence = held["pictures"][kind]
+                expected = {"name": held["name"], "found": found["pool"][place], "said": sentence}
+                said.append(f"{held['name']}: {sentence}")
+            shows = driver.execute_script("return posswap.data.picture(...arguments)", kind, name, settings)
+            assert shows == expected
+        assert [line.text for line in driver.find_elements(By.CSS_SELECTOR, f"#{kind} .said li")] == said
+        assert [line.text for line in driver.find_elements(By.CSS_SELECTOR, "#refused p")] == refused
+
+
+def test_a_map_has_the_colours_of_its_numbers(chromium: Chromium, tmp_path: Path) -> None:
+    driver = opened(chromium("desktop"), tmp_path)
+    visit(driver, driver.current_url.partition("#")[0] + "#schemes=rope&factor=2")
+    side, pixels = driver.execute_script(
+        "const c = document.querySelector('#relative canvas');"
+        "return [c.width, [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]]"
+    )
+    rgba = [pixels[4 * k : 4 * k + 4] for k in range(side * side)]
+    assert rgba[1] == [0, 0, 0, 0]  # the future has no colour
+    assert rgba[0] == [0, 0x22, 0x4E, 255]  # distance 0
+    assert rgba[(side - 1) * side] == [0xFE, 0xE8, 0x38, 255]  # the farthest
+    middle = rgba[(side - 1) * side + side // 2]  # half as far
+    assert all(abs(a - b) <= 6 for a, b in zip(middle, [0x7D, 0x7C, 0x76, 255], strict=True))
 
 
 def test_everything_is_reached_by_the_tab_key(chromium: Chromium, tmp_path: Path) -> None:
@@ -201,7 +283,9 @@ def test_everything_is_reached_by_the_tab_key(chromium: Chromium, tmp_path: Path
     from selenium.webdriver.common.keys import Keys
 
     driver = opened(chromium("desktop"), tmp_path)
-    wanted = driver.execute_script("return document.querySelectorAll('input, button, summary, svg.plot').length")
+    wanted = driver.execute_script(  # of radio buttons the tab key reaches the one that is checked
+        "return document.querySelectorAll('input:not([type=radio]), input:checked, button, summary, svg.plot').length"
+    )
     reached = set()
     for _ in range(wanted + 3):
         ActionChains(driver).send_keys(Keys.TAB).perform()
@@ -212,7 +296,7 @@ def test_everything_is_reached_by_the_tab_key(chromium: Chromium, tmp_path: Path
         )
     reached -= {None, ""}
     assert len(reached) >= wanted
-    assert {"slide-base", "number-dim", "reset", "yarn"} <= reached
+    assert {"slide-factor", "reset", "yarn", "a small model"} <= reached
 
 
 def test_a_scheme_is_chosen_by_the_space_key(chromium: Chromium, tmp_path: Path) -> None:
@@ -239,38 +323,67 @@ def test_arrow_keys_read_a_picture(chromium: Chromium, tmp_path: Path) -> None:
     driver.execute_script("arguments[0].focus()", plot)
     for key in (Keys.ARROW_RIGHT, Keys.ARROW_RIGHT):
         driver.switch_to.active_element.send_keys(key)
-    values = driver.execute_script("return posswap.data('wavelengths', 'rope', posswap.controls.settings)")
+    values = driver.execute_script("return posswap.data.picture('wavelengths', 'rope', posswap.controls.settings)")
     read = driver.find_element(By.CSS_SELECTOR, "#wavelengths .reader").text
-    assert read.startswith(f"pair 1: rope {values[1]:.4g}")
+    assert read.startswith(f"pair 1: rope {values['found'][1]:.4g}")
 
 
-def test_what_cannot_be_is_marked_and_nothing_is_drawn_of_it(chromium: Chromium, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said_and_nothing_is_drawn_of_it(chromium: Chromium, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+
+    write_page(tmp_path / "page.html", geometry=sample_geometry(heads=2, dim=2, length=64))
+    driver, address = chromium("desktop"), (tmp_path / "page.html").as_uri()
+    visit(driver, f"{address}#schemes=ntk,rope")
+    assert driver.execute_script("return posswap.controls.settings.shape") == "your own"
+    refused = driver.find_element(By.ID, "refused").text
+    assert refused == "ntk: needs a rotary width of at least 4, here it is 2; use 'linear' or 'yarn' instead."
+    said = driver.find_elements(By.CSS_SELECTOR, "#wavelengths .said li")
+    assert [line.text.partition(":")[0] for line in said] == ["rope"]
+    first = state(driver)
+    for wrong in ("#factor=-5", "#factor=many&shape=none", "#schemes=nothing", "#window=wide&dim=-2"):
+        visit(driver, f"{address}{wrong}")
+        assert state(driver)[0] == first[0]
+        assert driver.get_log("browser") == []
+
+
+def test_an_address_brings_back_what_was_selected(chromium: Chromium, tmp_path: Path) -> None:
+    driver = opened(chromium("desktop"), tmp_path)
+    page = driver.current_url.partition("#")[0]
+    visit(driver, f"{page}#schemes=ntk,kerple&shape=GPT-2&factor=1.5")
+    assert state(driver) == [{"shape": "GPT-2", "factor": 1.5}, ["ntk", "kerple"]]
+    visit(driver, f"{page}#schemes=ntk,kerple&base=500000&factor=5&window=8000&heads=30&dim=128")  # as it was before
+    assert state(driver) == [{"shape": "Llama 3 8B", "factor": 6}, ["ntk", "kerple"]]
+
+
+def test_options_of_a_scheme_are_kept_in_the_address(chromium: Chromium, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
-    driver = opened(chromium("desktop"), tmp_path)
-    number = driver.find_element(By.ID, "number-window")
-    before = driver.execute_script("return posswap.controls.settings.window")
-    for wrong in ("-5", "0.5", "1e99"):
-        number.send_keys(Keys.CONTROL + "a")
-        number.send_keys(wrong)
-        assert number.get_attribute("aria-invalid") == "true"
-        assert driver.execute_script("return posswap.controls.settings.window") == before
-    driver.execute_script("arguments[0].blur()", number)
-    assert number.get_attribute("aria-invalid") is None
-    driver.get(driver.current_url.partition("#")[0] + "#dim=2&schemes=ntk,rope")
-    driver.refresh()
-    refused = driver.find_element(By.ID, "refused").text
-    assert refused == "ntk: needs at least 4 dimensions a head with these settings."
+    name = "yarn:factor=8,beta_fast=16"
+    driver = opened(chromium("desktop"), tmp_path, model_facts(LLAMA, make_scheme(name)))
+    assert state(driver) == [
+        {"shape": driver.title.partition(" of ")[2].partition(":")[0], "factor": 8},
+        ["rope", name],
+    ]
+    before = drawn(driver)
+    driver.find_element(By.ID, "slide-factor").send_keys(Keys.ARROW_LEFT)
+    wait_for_drawing(driver, before)
+    visit(driver, driver.current_url)
+    assert (state(driver)[0]["factor"], state(driver)[1]) == (6, ["rope", name])
 
 
-def test_an_address_brings_back_what_was_chosen(chromium: Chromium, tmp_path: Path) -> None:
-    driver = opened(chromium("desktop"), tmp_path)
-    driver.get(driver.current_url + "#schemes=ntk,kerple&base=500&factor=2.5&window=100&heads=3&dim=16")
-    driver.refresh()
-    held = driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
-    assert held[0] == {"base": 500, "factor": 2.5, "window": 100, "heads": 3, "dim": 16}
-    assert held[1] == ["ntk", "kerple"]
+def test_without_what_it_needs_it_says_so(chromium: Chromium, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+
+    (tmp_path / "page.html").write_text(page_of_schemes(), encoding="utf-8")
+    old = page_of_schemes().replace('"use strict";', "delete window.DecompressionStream;", 1)
+    (tmp_path / "old.html").write_text(old, encoding="utf-8")
+    driver = chromium("desktop")
+    driver.get((tmp_path / "old.html").as_uri())
+    assert driver.find_element(By.ID, "refused").text.startswith("Pictures need a browser with DecompressionStream")
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    driver.get((tmp_path / "page.html").as_uri())
+    assert "drawn by JavaScript, which is off" in driver.find_element(By.TAG_NAME, "noscript").text
 
 
 def test_it_prints_to_pdf(chromium: Chromium, tmp_path: Path) -> None:
@@ -292,8 +405,8 @@ def test_of_a_model_it_says_plan_costs_engines_and_commands(chromium: Chromium, 
     assert all(f"{cost.length:,}" in text["costs"] for cost in facts.costs)
     assert all(one.target in text["serving"] and one.verdict in text["serving"] for one in facts.serving)
     assert text["commands"].splitlines()[1:] == list(facts.commands)
-    held = driver.execute_script("return [posswap.controls.settings, [...posswap.controls.chosen]]")
-    assert held == [{"base": 10000, "factor": 4, "window": 128, "heads": 4, "dim": 16}, ["rope", "yarn"]]
+    assert state(driver) == [{"shape": facts.name, "factor": 4}, ["rope", "yarn:factor=4"]]
+    assert "4 heads of 16, window 128, base 10,000" in driver.find_element(By.ID, "state").text
 
 
 def test_names_are_no_markup(chromium: Chromium, tmp_path: Path) -> None:

@@ -109,7 +109,6 @@ def test_wavelengths_are_two_pi_over_theta() -> None:
     expected = [2 * math.pi * 10000 ** (2 * i / 16) for i in range(8)]
     np.testing.assert_allclose(numbers.wavelengths(seen("rope")), expected, rtol=1e-12)
     np.testing.assert_allclose(numbers.wavelengths(seen("linear")), 4 * np.array(expected), rtol=1e-12)
-    assert numbers.never_turn(seen("rope"), 64) == sum(length > 64 for length in expected)
     assert numbers.wavelengths(seen("p_rope"))[-1] == math.inf
 
 

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 
 from hf_posswap.comparison.pictures import draw_pictures
 from hf_posswap.comparison.tables import markdown
-from hf_posswap.explorer.choices import styles
+from hf_posswap.explorer.data import known_choices
 from hf_posswap.plotting import canvas
 from hf_posswap.plotting.styles import SLIDING, STYLES, scheme_number, sign_of, style_of
 from hf_posswap.report import render_html
-from hf_posswap.report.looks import look, model_numbers
+from hf_posswap.report.looks import model_numbers
 
 
 @pytest.fixture
@@ -85,12 +85,9 @@ def test_a_scheme_has_one_style_in_every_comparison_and_in_the_explorer() -> Non
         numbers = model_numbers({"models": models})
         assert (numbers["base"], numbers["control"]) == (0, 1)
         assert {name: numbers[name] for name in schemes} == {name: scheme_number(name) for name in schemes}
-    explorer = {choice["name"]: choice for choice in styles()}
-    for name, choice in explorer.items():
-        number = scheme_number(name)
-        assert number is not None
-        assert (choice["look"], choice["shape"]) == (look(number), style_of(number).path)
-    assert len({choice["look"] for choice in explorer.values()}) == len(explorer)
+    for choice in known_choices():
+        assert choice.number == scheme_number(choice.name) or scheme_number(choice.name) is None
+    assert len({choice.number for choice in known_choices()}) == len(known_choices())
     assert len({*model_numbers({"models": {f"m{n}": entry("rope") for n in range(30)}}).values()}) == 30
 
 

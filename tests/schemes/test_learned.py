@@ -19,6 +19,7 @@ from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_
 from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import Learned
+from hf_posswap.schemes.common.table import TableScheme
 
 Geometries = Callable[..., Geometry]
 WIDTH = 3
@@ -35,6 +36,14 @@ def extended(rule: str, old: torch.Tensor, rows: int, geometry: Geometries, alph
     new = scheme.table(old, rows, shape)
     assert new.shape == (rows, WIDTH)
     return new
+
+
+def test_a_table_scheme_without_a_table_says_what_it_lacks(geometry: Geometries) -> None:
+    class Empty(TableScheme):
+        name = "empty"
+
+    with pytest.raises(NotImplementedError, match="Empty defines neither table nor rows_at"):
+        Empty().table(torch.zeros(2, WIDTH), 4, geometry(hidden_size=WIDTH))
 
 
 @given(count=OLD, more=MORE, dtype=DTYPES)

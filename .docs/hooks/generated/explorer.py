@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hf_posswap.explorer.choices import CHOICES
+from hf_posswap.explorer.data import SHAPES
 from hf_posswap.explorer.page import render_page
+from hf_posswap.schemes.base import schemes_for
 
 PLACE = "explorer.html"
 """Of the page in the site."""
@@ -16,7 +17,8 @@ def page() -> str:
 
 def render() -> str:
     """Return the words that lead there: a forge, which has no such page, shows none."""
+    shapes = ", ".join(shape.name for shape in SHAPES)
     return (
-        f"[**Play with positions**]({PLACE}): sliders for base, factor, window and heads redraw every picture of "
-        f"{len(CHOICES)} schemes in the browser."
+        f"[**Play with positions**]({PLACE}): a slider lengthens the text, and every picture of "
+        f"{len(schemes_for('text'))} schemes follows, in the shapes of {shapes}."
     )

@@ -1,153 +1,121 @@
 "use strict";
-// Each picture: from its numbers to what is shown, and what is to be seen in it, in words.
+// Each picture: from its numbers to what is shown.
 posswap.pictures = (() => {
-  const { lines, maps, data, takes } = posswap;
+  const { lines, maps, data } = posswap;
   const { html, short, mark } = posswap.elements;
-  const { target, sum } = posswap.numbers;
-  const FLOOR = -30;
 
-  // The chosen schemes that have something to say; what a scheme refuses is said, and not drawn.
-  const subjects = (picture, chosen, s, refused) =>
-    chosen.filter((style) => takes[picture].includes(style.name)).flatMap((style) => {
-      try {
-        return [{ style, name: style.title, found: data(picture, style.name, s) }];
-      } catch (error) {
-        if (!(error instanceof posswap.Refused)) throw error;
-        refused.push(`${style.title}: ${error.message} with these settings.`);
-        return [];
-      }
-    });
+  // The selected schemes that have this picture.
+  const subjects = (kind, chosen, s) =>
+    chosen.map((style) => ({ style, ...data.picture(kind, style.name, s) })).filter(({ found }) => found !== undefined);
 
-  const wavelengths = (place, all, s) => {
+  const wavelengths = (place, all, { window, length }) => {
     const series = all.map(({ style, name, found }) => ({ style, name, points: found.map((value, k) => [k, value]) }));
     const values = all.flatMap(({ found }) => found.filter((value) => value !== null));
-    const length = target(s);
-    const window = [{ value: s.window, text: `original window, ${s.window}`, way: "across" }];
+    const ends = [{ value: window, text: `original window, ${window}`, way: "across" }];
     lines.draw(place, {
       title: "Tokens in which each rotary pair completes a turn",
-      x: { label: "pair, from the fastest to the slowest", kind: lines.plain, low: 0, high: s.dim / 2 - 1 || 1 },
+      x: { label: "pair, from the fastest to the slowest", kind: lines.plain, low: 0, high: Math.max(1, ...all.map(({ found }) => found.length - 1)) },
       y: { label: "tokens a turn", kind: lines.log, low: 5, high: Math.max(...values, length) * 1.5 },
       series,
-      marks: length === s.window ? window : [...window, { value: length, text: `target, ${length}`, way: "across" }],
+      marks: length === window ? ends : [...ends, { value: length, text: `target, ${length}`, way: "across" }],
       hint: "Point at the picture, or focus it and use the arrow keys, to read values.",
       tell: (pair) => `pair ${pair}`,
     });
-    return all.map(({ name, found }) => {
-      const never = (tokens) => found.filter((value) => value === null || value > tokens).length;
-      return `${name}: ${never(s.window)} of ${found.length} pairs complete no turn within ${s.window} tokens, ${never(length)} none within ${length}`;
-    });
   };
 
-  const mean = (heads, k) => sum(heads.map((values) => values[k])) / heads.length;
-
-  const scores = (place, all, s) => {
-    const whole = Math.sqrt(s.dim);
-    const series = all.map(({ style, name, found: { distances, heads } }) => ({
-      style,
-      name,
-      points: distances.map((d, k) => [d + 1, mean(heads, k)]),
-      band: heads.length > 1 ? distances.map((d, k) => [d + 1, Math.min(...heads.map((one) => one[k])), Math.max(...heads.map((one) => one[k]))]) : null,
-    }));
+  // A line over distances 0, 1, ... of a text, on a log axis.
+  const byDistance = (place, { window, length }, chart) =>
     lines.draw(place, {
-      title: "Attention score by distance",
-      x: { label: "distance d + 1, tokens", kind: lines.log, low: 1, high: target(s) },
-      y: { label: "score, before the softmax", kind: lines.plain, low: -1.5 * whole, high: 1.7 * whole },
-      series,
-      marks: target(s) > s.window ? [{ value: s.window, text: "original window", way: "up" }] : [],
-      hint: "The last query and the key d tokens before it, both of ones. Lines are means of heads, bands all heads.",
+      x: { label: "distance d + 1, tokens", kind: lines.log, low: 1, high: length },
+      marks: length > window ? [{ value: window, text: "original window", way: "up" }] : [],
       tell: (d) => `distance ${d - 1}`,
+      ...chart,
     });
-    return all.map(({ name, found: { distances, heads } }) => {
-      const at = [0, distances.findLastIndex((d) => d < s.window), distances.length - 1];
-      return `${name}: ${at.map((k) => `${mean(heads, k).toFixed(2)} at ${distances[k]}`).join(", ")}`;
+
+  const scores = (place, all, shape) => {
+    const whole = Math.sqrt(shape.dim); // the score of a query with itself
+    byDistance(place, shape, {
+      title: "Attention score by distance",
+      y: { label: "score, before the softmax", kind: lines.plain, low: -1.5 * whole, high: 1.7 * whole },
+      series: all.map(({ style, name, found: { distances, mean, low, high } }) => ({
+        style,
+        name,
+        points: distances.map((d, k) => [d + 1, mean[k]]),
+        band: low ? distances.map((d, k) => [d + 1, low[k], high[k]]) : null,
+      })),
+      hint: "The last query and the key d tokens before it, both of ones. Lines are means of heads, bands all heads.",
     });
   };
 
-  const relative = (place, all, s) => {
-    const flat = all.map(({ found }) => found.rows.flat().filter((value) => value !== null));
-    const most = Math.max(1, ...flat.map((values) => values.reduce((high, value) => Math.max(high, value), 0)));
-    const line = () => maps.border(s.window, target(s));
-    const made = all.map(({ style, name, found }) =>
-      maps.figure(style, name, maps.canvas(found.rows, 0, most, maps.AMOUNT, `distances that ${name} shows`), "down: query; to the right: key", line()),
-    );
+  const relative = (place, all, { window, length }) => {
+    const most = Math.max(1, ...all.map(({ found }) => found.high));
+    const made = all.map(({ style, name, found }) => {
+      const picture = maps.canvas(data.rows(found), 0, most, maps.AMOUNT, `distances that ${name} shows`);
+      return maps.figure(style, name, picture, "down: query; to the right: key", maps.border(window, length));
+    });
     place.replaceChildren(html("div", { class: "maps" }, ...made), maps.bar("0", `${short(most)} tokens`, maps.AMOUNT));
-    return all.map(({ name }, k) => `${name}: the farthest seems ${short(flat[k].reduce((high, value) => Math.max(high, value), 0))} tokens away, of ${target(s) - 1}`);
   };
-
-  const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 
   // Each scheme has colours of its own: learned ones begin with numbers that beside ALiBi's would be one colour.
-  const bias = (place, all, s) => {
-    const ends = all.map(({ found }) => extent(found.matrices.flat(2).filter((value) => value !== null)));
-    const drawn = all.flatMap(({ style, name, found }, k) => {
-      const [low, high] = [Math.max(ends[k][0], FLOOR), ends[k][1]];
-      const made = found.matrices.map((rows, at) => {
-        const heading = `${name}, head ${found.heads[at]}`;
-        return maps.figure(style, heading, maps.canvas(rows, low === high ? low - 1 : low, high, maps.AMOUNT, heading), "down: query; to the right: key", null);
-      });
-      return [html("div", { class: "maps" }, ...made), maps.bar(short(low), short(high), maps.AMOUNT)];
-    });
-    place.replaceChildren(...drawn);
-    return all.map(({ name }, k) => `${name}: from ${ends[k].map(short).join(" to ")} in the heads shown`);
-  };
+  const bias = (place, all) =>
+    place.replaceChildren(
+      ...all.flatMap(({ style, name, found }) => {
+        const made = found.maps.map((map, k) => {
+          const heading = `${name}, head ${found.heads[k]}`;
+          const picture = maps.canvas(data.rows(map), map.low, map.high, maps.AMOUNT, heading);
+          return maps.figure(style, heading, picture, "down: query; to the right: key", null);
+        });
+        return [html("div", { class: "maps" }, ...made), maps.bar(short(found.maps[0].low), short(found.maps[0].high), maps.AMOUNT)];
+      }),
+    );
 
-  const turning = (place, all, s) => {
+  const turning = (place, all) => {
     const made = all.flatMap(({ style, name, found }) =>
       found.map((one) => {
-        const turn = data("wavelengths", style.name, s)[one.pair];
-        const words = turn === null ? "it does not turn" : `${short(turn)} tokens a turn`;
-        return maps.figure(style, `${name}, pair ${one.pair}`, maps.turning(style, `${name}, pair ${one.pair}`, one), `${words}; positions 0 to ${one.positions.at(-1)}`, null);
+        const heading = `${name}, pair ${one.pair}`;
+        const words = one.turn === null ? "it does not turn" : `${short(one.turn)} tokens a turn`;
+        return maps.figure(style, heading, maps.turning(style, heading, one), `${words}; positions 0 to ${one.last}`, null);
       }),
     );
     place.replaceChildren(html("div", { class: "maps small" }, ...made), maps.bar("first position", "last position", maps.AMOUNT));
-    return all.map(({ style, name }) => {
-      const slowest = data("wavelengths", style.name, s).findLast((value) => value !== null);
-      return `${name}: within the window the slowest pair that turns makes ${short(s.window / slowest)} of a turn`;
-    });
   };
 
-  const table = (place, all, s) => {
-    const made = all.map(({ style, name, found }) =>
-      maps.figure(style, name, maps.canvas(found.rows, -1, 1, maps.SIGNED, `the table of ${name}`), `down: positions 0 to ${found.places.at(-1)}; to the right: dimensions 0 to ${found.rows[0].length - 1}`, null),
+  const table = (place, all) =>
+    place.replaceChildren(
+      ...all.flatMap(({ style, name, found }) => {
+        const rows = data.rows(found);
+        const axes = `down: positions 0 to ${rows.length - 1}; to the right: dimensions 0 to ${found.columns - 1}`;
+        const picture = maps.canvas(rows, found.low, found.high, maps.SIGNED, `the table of ${name}`);
+        return [html("div", { class: "maps wide" }, maps.figure(style, name, picture, axes, null)), maps.bar(short(found.low), short(found.high), maps.SIGNED)];
+      }),
     );
-    place.replaceChildren(html("div", { class: "maps wide" }, ...made), maps.bar("-1", "1", maps.SIGNED));
-    return all.map(({ name }) => `${name}: ${s.heads * s.dim} dimensions, the slowest wave is ${short(2 * Math.PI * s.base ** (1 - 2 / (s.heads * s.dim)))} tokens long`);
-  };
 
-  const similarity = (place, all, s) => {
-    const series = all.map(({ style, name, found: { distances, values } }) => ({ style, name, points: distances.map((d, k) => [d + 1, values[k]]) }));
-    lines.draw(place, {
+  const similarity = (place, all, shape) =>
+    byDistance(place, shape, {
       title: "Similarity of the first position and others",
-      x: { label: "distance d + 1, tokens", kind: lines.log, low: 1, high: target(s) },
       y: { label: "cosine of two rows", kind: lines.plain, low: -0.4, high: 1.05 },
-      series,
-      marks: target(s) > s.window ? [{ value: s.window, text: "original window", way: "up" }] : [],
+      series: all.map(({ style, name, found }) => ({ style, name, points: found.distances.map((d, k) => [d + 1, found.values[k]]) })),
       hint: "The row of the first position, and the one d after it.",
-      tell: (d) => `distance ${d - 1}`,
     });
-    return all.map(({ name, found: { distances, values } }) => {
-      const alike = distances.filter((d, k) => d > 0 && values[k] > 0.5);
-      return `${name}: ${alike.length ? `the farthest row that is more than half alike is ${alike.at(-1)} away` : "no other row is more than half alike"}`;
-    });
-  };
 
   const DRAW = { wavelengths, scores, relative, bias, turning, table, similarity };
 
-  // Draw every picture of the page for the chosen schemes.
+  // Draw every picture of the page for the selected schemes.
   const drawAll = (chosen, s) => {
-    const refused = [];
-    for (const [picture, draw] of Object.entries(DRAW)) {
-      const section = document.getElementById(picture);
-      const all = subjects(picture, chosen, s, refused);
+    const shape = { ...data.shape(s), length: data.step(s).length };
+    for (const [kind, draw] of Object.entries(DRAW)) {
+      const section = document.getElementById(kind);
+      const all = subjects(kind, chosen, s);
       section.hidden = !all.length;
       if (!all.length) continue;
-      const said = draw(section.querySelector(".place"), all, s);
-      section.querySelector(".said").replaceChildren(...said.map((text, k) => html("li", {}, mark(all[k].style), text)));
+      draw(section.querySelector(".place"), all, shape);
+      const said = all.map(({ style, name, said }) => html("li", {}, mark(style), `${name}: ${said}`));
+      section.querySelector(".said").replaceChildren(...said);
     }
     const about = chosen.filter((style) => style.words);
-    document.getElementById("words").replaceChildren(...about.map((style) => html("li", {}, mark(style), `${style.title}: ${style.words}`)));
-    const told = document.getElementById("refused");
-    told.replaceChildren(...posswap.numbers.unique(refused).map((text) => html("p", { class: "warning" }, text)));
+    document.getElementById("words").replaceChildren(...about.map((style) => html("li", {}, mark(style), `${style.name}: ${style.words}`)));
+    const refused = data.refusals(chosen.map((style) => style.name), s);
+    document.getElementById("refused").replaceChildren(...refused.map((text) => html("p", { class: "warning" }, text)));
   };
 
   return { drawAll };

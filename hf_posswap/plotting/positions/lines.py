@@ -51,11 +51,15 @@ def draw_wavelengths(subjects: Sequence[Shown], path: Path, *, dark: bool = Fals
             page.mark(panel, target, f"target, {target}", vertical=False)
         page.axes(panel, "pair, from the fastest to the slowest", "tokens per turn")
         page.legend(panel)
-    return [
-        f"{subject.name}: {numbers.never_turn(subject, window)} of {len(numbers.wavelengths(subject))} pairs complete "
-        f"no turn within {window} tokens, {numbers.never_turn(subject, target)} none within {target}"
-        for subject in subjects
-    ]
+    summaries = []
+    for subject in subjects:
+        lengths = numbers.wavelengths(subject)
+        never, still = (int((lengths > tokens).sum()) for tokens in (window, target))
+        summaries.append(
+            f"{subject.name}: {never} of {len(lengths)} pairs complete no turn within {window} tokens, {still} none "
+            f"within {target}"
+        )
+    return summaries
 
 
 def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> list[str]:
@@ -69,7 +73,7 @@ def draw_scores(subjects: Sequence[Shown], path: Path, *, dark: bool = False) ->
     first = subjects[0]
     window, target = first.geometry.original_length, first.length
     # whole distances, log-spaced, and the last one of the window and of the target
-    spread = torch.logspace(0, math.log2(target), _POINTS, base=2.0).round().long() - 1
+    spread = numbers.spread_distances(target, _POINTS)
     distances = torch.cat((spread, torch.tensor([window - 1, target - 1]))).unique()
     x = (distances + 1).numpy()
     below = "The last query and the key d tokens before it, both of ones; lines are means of heads, bands all heads."
@@ -183,7 +187,10 @@ def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -
     summaries = []
     with sheet(path, "Rotary pairs in the plane", below, rows=len(subjects), columns=3, height=2.4, dark=dark) as page:
         for row, subject in enumerate(subjects):
-            lengths, members = numbers.wavelengths(subject), _pair_members(subject)
+            lengths = numbers.wavelengths(subject)
+            dims = torch.arange(2 * len(lengths))
+            is_half = getattr(subject.scheme, "layout", "half") == "half"
+            members = (dims.view(2, -1).T if is_half else dims.view(-1, 2)).tolist()
             vector = torch.zeros(subject.geometry.head_dim)
             vector[[first_dim for first_dim, _ in members]] = 1.0
             for column, pair in enumerate((0, len(members) // 2, len(members) - 1)):
@@ -214,11 +221,3 @@ def draw_turning(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -
                 + (f"; cos and sin are times {longer:.3g}" if abs(longer - 1) > 1e-4 else "")
             )
     return summaries
-
-
-def _pair_members(subject: Shown) -> list[tuple[int, int]]:
-    """Return the two dimensions of each rotary pair."""
-    pairs = len(numbers.wavelengths(subject))
-    if getattr(subject.scheme, "layout", "half") == "half":
-        return [(pair, pair + pairs) for pair in range(pairs)]
-    return [(2 * pair, 2 * pair + 1) for pair in range(pairs)]

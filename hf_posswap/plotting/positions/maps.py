@@ -87,7 +87,8 @@ def draw_similarity(subjects: Sequence[Shown], path: Path, *, dark: bool = False
                 + numbers.as_it_begins(subject)
             )
         page.bar(image, page.panels[: len(subjects)], "cosine")
-        _hide(page.panels[len(subjects) :])
+        for panel in page.panels[len(subjects) :]:
+            panel.set_visible(False)
     return summaries
 
 
@@ -108,7 +109,7 @@ def draw_bias(subjects: Sequence[Shown], path: Path, *, dark: bool = False) -> l
         path, "Bias by query and key", below, rows=len(subjects), columns=3, height=_HEIGHTS[3], dark=dark
     ) as page:
         for row, subject in enumerate(subjects):
-            positions = _sample_positions(subject.length)
+            positions = numbers.places(subject.length, _SIDE)
             biases = numbers.scores(subject, positions, positions, query=torch.zeros(subject.geometry.head_dim))
             heads = [0, len(biases) // 2, len(biases) - 1]
             least, high = (float(fold(biases.nan_to_num(0))) for fold in (torch.min, torch.max))
@@ -145,7 +146,7 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
     columns = _columns(len(subjects))
     maps = []
     for subject in subjects:
-        positions = _sample_positions(subject.length)
+        positions = numbers.places(subject.length, _SIDE)
         maps.append((subject, positions, numbers.apparent_distances(subject, positions, positions)))
     most = max(float(distances.nan_to_num(0).max()) for *_, distances in maps) or 1.0
     below = "Distances according to the slowest rotating pair. " + (
@@ -173,7 +174,8 @@ def draw_relative(subjects: Sequence[Shown], path: Path, *, dark: bool = False) 
             page.name(panel, subject.name)
             page.axes(panel, "key j", "query i")
         page.bar(image, page.panels[: len(maps)], "tokens")
-        _hide(page.panels[len(maps) :])
+        for panel in page.panels[len(maps) :]:
+            panel.set_visible(False)
     return [
         f"{subject.name}: the farthest seems {float(distances.nan_to_num(0).max()):.0f} tokens away"
         for subject, _, distances in maps
@@ -223,10 +225,6 @@ def token_at(subject: Shown) -> tuple[Tensor, Tensor]:
     return token, numbers.turned(subject, token, torch.tensor(PLACES))
 
 
-def _sample_positions(length: int) -> Tensor:
-    return torch.linspace(0, length - 1, min(_SIDE, length)).round().long().unique()
-
-
 def _extent(at: Tensor) -> tuple[float, float, float, float]:
     last = float(at[-1])
     return -0.5, last + 0.5, last + 0.5, -0.5
@@ -235,8 +233,3 @@ def _extent(at: Tensor) -> tuple[float, float, float, float]:
 def _columns(maps: int) -> int:
     """Return the number of maps in a row: at most three, and two for four maps."""
     return 2 if maps == 4 else min(3, maps)
-
-
-def _hide(panels: Sequence[object]) -> None:
-    for panel in panels:
-        panel.set_visible(False)  # type: ignore[attr-defined]

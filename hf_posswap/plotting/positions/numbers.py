@@ -6,10 +6,12 @@ R rotary dim, E hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -21,10 +23,13 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes import Learned, Scheme, Sum, TableScheme
 from hf_posswap.schemes.mechanism import Mechanism, by_head
-from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme, own_rope
+from hf_posswap.schemes.piecewise import Piecewise
+from hf_posswap.schemes.rope import DEFAULT_BASE, RotaryScheme, own_rope, own_theta
 
 _SPREAD = 0.02
 """Standard deviation of the learned table without a model: GPT-2's initialization."""
+LARGEST_TABLE = 2**21
+"""Numbers in the random table that stands for a learned one in `rows_at`: a wider one would take seconds to draw."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,30 @@ class Shown:
         return isinstance(self.scheme, RotaryScheme)
 
     @property
+    def only_rotates(self) -> bool:
+        """Whether the scheme's angles are all that it does to queries and keys."""
+        return isinstance(self.scheme, RotaryScheme) and self.scheme.only_rotates
+
+    @property
+    def splits(self) -> bool:
+        """Whether far keys get other distances than near ones: attention splits into regions."""
+        return self.rotates and not self.only_rotates and self.scheme.mechanism(self.geometry).splits
+
+    @property
     def table(self) -> TableScheme | None:
         """The scheme of its position table, or None without a table."""
         component = self.scheme.table_part
         return component if isinstance(component, TableScheme) else None
 
 
-def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometry:
+def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512, base: float = DEFAULT_BASE) -> Geometry:
     """Return the shape of a causal model with plain RoPE, for pictures without a model.
 
     Args:
-        heads: attention heads per layer.
-        dim: head dimension D, even.
-        length: original length of the model, in tokens.
+        heads: attention heads per layer, at most 1024.
+        dim: head dimension D, even, at most 4096.
+        length: original length of the model, in tokens, at most 2^24.
+        base: theta of its RoPE, above 1.
 
     Raises:
         OptionError: a number is invalid.
@@ -72,11 +88,17 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometr
         >>> sample_geometry(dim=4).frequencies
         (1.0, 0.009999999776482582)
     """
-    for name, value, least in (("heads", heads, 1), ("dim", dim, 2), ("length", length, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
+    for name, value, least, most, unit in (
+        ("heads", heads, 1, 1024, ""),
+        ("dim", dim, 2, 4096, ""),
+        ("length", length, 2, 2**24, " tokens, the original window"),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise OptionError(f"{name} is a whole number from {least} to {most:,}{unit}; got {value!r}.")
     if dim % 2:
         raise OptionError(f"dim must be even, because a rotary pair has two dimensions; got {dim}.")
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
+        raise OptionError(f"base is a number above 1, got {base!r}.")
     return Geometry(
         hidden_size=heads * dim,
         num_heads=heads,
@@ -87,8 +109,8 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512) -> Geometr
         causal=True,
         rotary_dim=dim,
         layout="half",
-        base=DEFAULT_BASE,
-        frequencies=tuple(default_inv_freq(DEFAULT_BASE, dim).tolist()),
+        base=float(base),
+        frequencies=tuple(default_inv_freq(base, dim).tolist()),
     )
 
 
@@ -162,17 +184,6 @@ def wavelengths(subject: Shown) -> Tensor:
     length = torch.tensor([subject.length]) if scheme.length_dependent else None
     tokens = 2 * math.pi / scheme.angles(subject.geometry, length).exact.flatten()
     return tokens.masked_fill(tokens > _NO_TURN, math.inf)
-
-
-def never_turn(subject: Shown, tokens: int) -> int:
-    """Return the number of pairs that do not complete one turn within `tokens`.
-
-    Example:
-        >>> from hf_posswap.schemes import Rope
-        >>> never_turn(shown(Rope(base=100.0), sample_geometry(dim=4)), 50)
-        1
-    """
-    return int((wavelengths(subject) > tokens).sum())
 
 
 def scores(
@@ -280,12 +291,33 @@ def scores_by_distance(subject: Shown, distances: Tensor, layer: int = 0) -> Ten
     return scores(subject, last, last - distances, layer=layer)[:, 0]
 
 
+def spread_distances(length: int, points: int = 128) -> Tensor:
+    """Return whole distances 0 ... length - 1, at most `points`, evenly spread in the logarithm of d + 1.
+
+    Example:
+        >>> spread_distances(1000, points=4).tolist()
+        [0, 9, 99, 999]
+    """
+    return (torch.logspace(0, math.log2(length), points, base=2.0, dtype=torch.float64).round().long() - 1).unique()
+
+
+def places(length: int, side: int = 96) -> Tensor:
+    """Return positions 0 ... length - 1 at equal steps, at most `side`, and the last one.
+
+    Example:
+        >>> places(10, side=4).tolist()
+        [0, 3, 6, 9]
+    """
+    return torch.tensor(sorted({*range(0, length, -(-length // side)), length - 1}))
+
+
 def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the apparent distance of each query-key pair, [Q, K]; NaN in the future.
+    """Return the apparent distance of each query-key pair, [Q, K], float64; NaN in the future.
 
     It is the angle between query and key in the slowest rotating pair, divided by this pair's angle per token before
     the swap: i - j for the model's own RoPE, a quarter of it for linear scaling by 4, the merged or clipped positions
-    of Self-Extend, ReRoPE and dual chunk attention. It is valid up to half a turn of that pair.
+    of Self-Extend, ReRoPE and dual chunk attention. Of a scheme whose regions are not those of `Piecewise`, it is
+    measured in the scores, and valid up to half a turn of that pair.
 
     Example:
         >>> from hf_posswap.schemes import Linear
@@ -294,18 +326,37 @@ def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
         [[2.0]]
     """
     geometry, scheme = subject.geometry, cast(RotaryScheme, subject.scheme)
-    pairs = scheme.rotary_dim(geometry) // 2
-    turning = wavelengths(subject).isfinite().nonzero().flatten()
+    lengths = wavelengths(subject)
+    is_known = geometry.frequencies is not None and len(geometry.frequencies) == len(lengths)
+    plain = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * len(lengths), torch.float64)
+    own = own_theta(geometry, torch.float64) if is_known else plain
+    turning = (lengths.isfinite() & (own > 0)).nonzero().flatten()
     if not len(turning):
-        return torch.zeros(len(queries), len(keys))
+        return torch.zeros(len(queries), len(keys), dtype=torch.float64)
     pair = int(turning[-1])
+    mechanism = _mechanism(subject, 0)
+    if not isinstance(scheme, Piecewise) and (mechanism is None or mechanism.splits or not scheme.traits.relative):
+        return _measured_angles(subject, queries, keys, pair) / own[pair]
+    distances = (queries[:, None] - keys[None, :]).double()
+    if isinstance(scheme, Piecewise):
+        for entry in scheme.region_positions():
+            holds = entry.region.holds(queries[None, :, None], keys[None, None, :])[0]
+            at_query, at_key = entry.query(queries[None])[0], (entry.key or scheme.cached_key)(keys[None])[0]
+            distances = torch.where(holds, at_query.double()[:, None] - at_key.double()[None, :], distances)
+    distances = distances * (2 * math.pi / lengths[pair] / own[pair])
+    return distances.masked_fill(keys[None, :] > queries[:, None], math.nan) if geometry.causal else distances
+
+
+def _measured_angles(subject: Shown, queries: Tensor, keys: Tensor, pair: int) -> Tensor:
+    """Return the angle between each query and key in a rotary pair, as attention turns them, radians, [Q, K]."""
+    scheme = cast(RotaryScheme, subject.scheme)
+    pairs = scheme.rotary_dim(subject.geometry) // 2
     first, second = (pair, pair + pairs) if scheme.layout == "half" else (2 * pair, 2 * pair + 1)
-    model_frequencies = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * pairs, torch.float64)
-    along, across = torch.zeros(2, geometry.head_dim)
+    along, across = torch.zeros(2, subject.geometry.head_dim)
     along[first], across[second] = 1.0, 1.0
     cosine = scores(subject, queries, keys, query=along, key=along)[0].double()
     sine = scores(subject, queries, keys, query=along, key=across)[0].double()
-    return torch.atan2(sine, cosine) / model_frequencies[pair]
+    return torch.atan2(sine, cosine)
 
 
 def table_rows(subject: Shown, rows: int | None = None) -> Tensor:
@@ -325,6 +376,35 @@ def table_rows(subject: Shown, rows: int | None = None) -> Tensor:
         old = torch.randn(geometry.original_length, geometry.row_width, generator=source) * _SPREAD
     count = rows or subject.length
     return scheme.fit(old, count, geometry).table(old, count, geometry).float()
+
+
+def rows_at(subject: Shown, positions: Tensor) -> Tensor:
+    """Return the rows at `positions` [N] of the position table that the scheme inserts, [N, E], float32.
+
+    Without a model the old table has independent random rows; in a large shape they are narrower than E, so that the
+    table has at most `LARGEST_TABLE` numbers, and so are rows that are trained.
+
+    Example:
+        >>> from hf_posswap.schemes import Sinusoidal
+        >>> table = shown(Sinusoidal(scale=1.0), sample_geometry(heads=1, dim=2))
+        >>> rows_at(table, torch.tensor([0, 1000])).round(decimals=3).tolist()
+        [[0.0, 1.0], [0.8270000219345093, 0.5619999766349792]]
+    """
+    scheme, geometry, old = subject.table, subject.geometry, subject.old
+    assert scheme is not None, "only schemes with a table have rows"
+    if old is None:
+        window, width = geometry.original_length, geometry.row_width
+        old = _random_table(window, min(width, max(2, LARGEST_TABLE // window // 2 * 2)))
+        if scheme.trainable:
+            geometry = dataclasses.replace(geometry, table_width=old.shape[1])
+    fitted = scheme.fit(old, subject.length, geometry)
+    return fitted.rows_at(positions, old, subject.length, geometry).float()
+
+
+@lru_cache(maxsize=1)
+def _random_table(rows: int, width: int) -> Tensor:
+    """Return the rows of `table_rows` without a model, kept for the next length of the same shape."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)) * _SPREAD
 
 
 def similarities(rows: Tensor) -> Tensor:
@@ -377,12 +457,3 @@ def turned(subject: Shown, vector: Tensor, positions: Tensor) -> Tensor:
         query, mechanism.prepare(positions[None], torch.full((1, 1, 1, 1), subject.length))
     )
     return rotated[0, 0]
-
-
-def plain(values: object) -> object:
-    """Return numbers as JSON data: NaN and infinity become None."""
-    if isinstance(values, Tensor):
-        return plain(values.tolist())
-    if isinstance(values, list):
-        return [plain(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values

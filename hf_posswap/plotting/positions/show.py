@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.plotting.positions import lines, maps
 from hf_posswap.plotting.positions.numbers import Shown, sample_geometry, shown
 from hf_posswap.schemes import Learned, Scheme, Sum, make_scheme
-from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.atomic_io import writable_folder
 from hf_posswap.utils.format import with_older_name
@@ -95,41 +95,30 @@ class Drawings(tuple[Drawn, ...]):
         return html_tables.together(drawn._repr_html_() for drawn in self)
 
 
-def _has_fixed_turns(subject: Shown) -> bool:
-    return isinstance(subject.scheme, RotaryScheme) and subject.scheme.only_rotates
-
-
-def _has_table(subject: Shown) -> bool:
-    return subject.table is not None
-
-
-def _reaches(subject: Shown, position: int) -> bool:
-    """Return whether it has a table row for `position`: only the model's own table is limited in length."""
-    return _has_table(subject) and (subject.name != OWN_TABLE or subject.length > position)
-
-
+_TURNS, _HAS_TABLE = attrgetter("only_rotates"), attrgetter("table")
 PICTURES: dict[str, Picture] = {
-    "wavelengths": Picture(
-        "tokens in which each rotary pair completes a turn", lines.draw_wavelengths, _has_fixed_turns
-    ),
+    "wavelengths": Picture("tokens in which each rotary pair completes a turn", lines.draw_wavelengths, _TURNS),
     "scores": Picture(
         "the attention score by distance", lines.draw_scores, lambda subject: subject.scheme.kind != "table"
     ),
     "relative": Picture(
-        "the distance that attention sees between query and key", maps.draw_relative, lambda subject: subject.rotates
+        "the distance that attention sees between query and key", maps.draw_relative, attrgetter("rotates")
     ),
-    "turning": Picture("rotary pairs in the plane, position by position", lines.draw_turning, _has_fixed_turns),
+    "turning": Picture("rotary pairs in the plane, position by position", lines.draw_turning, _TURNS),
     "bias": Picture("bias matrices of three heads", maps.draw_bias, lambda subject: subject.scheme.kind == "bias"),
-    "table": Picture("the position table, one row per position", maps.draw_table, _has_table),
-    "waves": Picture("single dimensions of the table along the positions", lines.draw_waves, _has_table),
-    "similarity": Picture("the similarity of the rows of two positions", maps.draw_similarity, _has_table),
+    "table": Picture("the position table, one row per position", maps.draw_table, _HAS_TABLE),
+    "waves": Picture("single dimensions of the table along the positions", lines.draw_waves, _HAS_TABLE),
+    "similarity": Picture("the similarity of the rows of two positions", maps.draw_similarity, _HAS_TABLE),
     "similarity-by-distance": Picture(
-        "the similarity of positions by distance", lines.draw_similarity_by_distance, _has_table
+        "the similarity of positions by distance", lines.draw_similarity_by_distance, _HAS_TABLE
     ),
     "token": Picture(
         "the effect of position on one token's vector",
         maps.draw_token,
-        lambda subject: _reaches(subject, maps.PLACES[-1]) or _has_fixed_turns(subject),
+        lambda subject: (  # only the model's own table is limited in length
+            subject.only_rotates
+            or (subject.table is not None and (subject.name != OWN_TABLE or subject.length > maps.PLACES[-1]))
+        ),
     ),
 }
 """Every kind of picture, by name."""

@@ -88,7 +88,22 @@ class TableScheme(AnyTable):
             rows: positions of the new table.
             geometry: of the model.
         """
-        raise NotImplementedError
+        if type(self).rows_at is TableScheme.rows_at:
+            raise NotImplementedError(f"{type(self).__name__} defines neither table nor rows_at.")
+        return self.rows_at(torch.arange(rows, device="cpu"), old, rows, geometry)
+
+    def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+        """Return the rows at `positions` [N] of `table`, [N, E].
+
+        A scheme defines one of the two; a subclass of a scheme with `rows_at` overrides that one.
+
+        Args:
+            positions: of the rows to return, whole numbers below `rows`, [N].
+            old: as in `table`.
+            rows: likewise.
+            geometry: likewise.
+        """
+        return self.table(old, rows, geometry)[positions]
 
     @property
     def exact(self) -> bool:
