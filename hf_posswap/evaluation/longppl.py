@@ -144,7 +144,9 @@ def find_key_spans(
         whole = evaluator.nll(torch.from_numpy(document.astype(np.int64))[None])[0].numpy()  # [L - 1]
         short_losses = window_losses(evaluator, document, sliding_windows(len(document), short, stride))
         is_key = (np.concatenate(short_losses) - whole > gain) & (whole < limit)
-        spans.append(_spans(np.concatenate([[False], is_key])))
+        from_second = [0, 0]  # the first token has no loss
+        edges = np.flatnonzero(np.diff(np.concatenate([from_second, is_key.astype(int), [0]])))
+        spans.append(tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2)))
     digests = tuple(map(_digest, documents))
     return KeySpans(name, short, stride, gain, limit, digests, tuple(spans))
 
@@ -170,11 +172,6 @@ def long_perplexity(losses: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -
         raise DataError("LongPPL needs key tokens, and the evaluator found none: longer documents may have some.")
     total = sum(float(nll[mask].sum(dtype=np.float64)) for nll, mask in zip(losses, masks, strict=True))
     return math.exp(total / count), count
-
-
-def _spans(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
-    return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
 
 
 def _digest(document: np.ndarray) -> str:

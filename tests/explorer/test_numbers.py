@@ -28,7 +28,7 @@ from hf_posswap.geometry import Geometry
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.numbers import sample_geometry, shown
 from hf_posswap.plotting.styles import scheme_number
-from hf_posswap.schemes import SCHEMES, Scheme, make_scheme
+from hf_posswap.schemes import SCHEMES, Learned, Scheme, make_scheme
 from hf_posswap.schemes.alibi import Alibi
 from hf_posswap.schemes.common.table import TableScheme
 from hf_posswap.schemes.rope import RotaryScheme
@@ -284,6 +284,17 @@ def test_rows_alone_are_those_of_the_whole_table(text: str) -> None:
     subject = shown(make_scheme(text), sample_geometry(heads=2, dim=8, length=20), factor=5)
     at = torch.tensor([0, 3, 19, 20, 21, 57, 99])
     torch.testing.assert_close(numbers.rows_at(subject, at), numbers.table_rows(subject)[at], atol=1e-6, rtol=0)
+
+
+def test_rows_of_a_subclass_with_a_table_of_its_own_are_its_own() -> None:
+    @dataclass(frozen=True)
+    class Doubled(Learned):
+        def table(self, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
+            return 2 * super().table(old, rows, geometry)
+
+    shape, at = sample_geometry(heads=1, dim=4, length=16), torch.tensor([0, 3, 20])
+    own, doubled = (numbers.rows_at(shown(scheme, shape, factor=2), at) for scheme in (Learned(), Doubled()))
+    torch.testing.assert_close(doubled, 2 * own)
 
 
 def test_a_large_table_is_drawn_narrower() -> None:

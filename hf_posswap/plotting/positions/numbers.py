@@ -398,6 +398,9 @@ def rows_at(subject: Shown, positions: Tensor) -> Tensor:
         if scheme.trainable:
             geometry = dataclasses.replace(geometry, table_width=old.shape[1])
     fitted = scheme.fit(old, subject.length, geometry)
+    defined = next(name for cls in type(fitted).__mro__ for name in ("rows_at", "table") if name in vars(cls))
+    if defined == "table":  # rows_at may be a parent's, of another table
+        return fitted.table(old, subject.length, geometry)[positions].float()
     return fitted.rows_at(positions, old, subject.length, geometry).float()
 
 

@@ -95,7 +95,7 @@ class TableScheme(AnyTable):
     def rows_at(self, positions: Tensor, old: Tensor, rows: int, geometry: Geometry) -> Tensor:
         """Return the rows at `positions` [N] of `table`, [N, E].
 
-        A scheme defines one of the two; a subclass of a scheme with `rows_at` overrides that one.
+        A scheme defines one of the two, and of a subclass the one that it defines counts.
 
         Args:
             positions: of the rows to return, whole numbers below `rows`, [N].
