@@ -163,9 +163,9 @@ class Names:
 
 
 found = {}
-for quarter in ["", "0", "1", "2", "3", "slow", "half"]:
+for quarter in ["", "0", "1", "2", "3", "slow", "half", "all"]:
     names = Names()
-    os.environ.update({"POSSWAP_QUARTER": quarter} if quarter.isdecimal() or quarter == "half" else {})
+    os.environ.update({"POSSWAP_QUARTER": quarter} if quarter not in ("", "slow") else {})
     chosen = ["-m", "slow and rotated"] if quarter == "slow" else []
     ended = pytest.main(["-n0", "-qq", "--collect-only", "-p", "no:cacheprovider", *chosen, "tests"], plugins=[names])
     found[quarter] = int(ended) or names.found
@@ -186,7 +186,7 @@ def test_four_quarters_are_every_case_of_a_large_test(tmp_path: Path) -> None:
     assert "FOUND" in out.stdout, out.stdout + out.stderr
     found = json.loads(out.stdout.rpartition("FOUND")[2])
     assert found["half"] == pytest.ExitCode.USAGE_ERROR
-    assert "POSSWAP_QUARTER expects 0, 1, 2 or 3, got 'half'." in out.stdout + out.stderr
+    assert "POSSWAP_QUARTER expects 0, 1, 2, 3 or all, got 'half'." in out.stdout + out.stderr
     assert found[""] == found["0"]
     large = {quarter: [name for name in found[quarter] if "contract" in name and "large" in name] for quarter in "0123"}
     assert all(large.values())
@@ -196,6 +196,7 @@ def test_four_quarters_are_every_case_of_a_large_test(tmp_path: Path) -> None:
     others = [[name for name in found[quarter] if name not in large[quarter]] for quarter in "0123"]
     assert others[0] == others[1] == others[2] == others[3]
     assert len(others[0]) == 11 + 40 + 11
+    assert sorted(found["all"]) == sorted(others[0] + [name for names in large.values() for name in names])
 
 
 @pytest.mark.slow
