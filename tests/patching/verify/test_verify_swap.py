@@ -206,6 +206,20 @@ def test_a_trained_cast_or_adapted_model_still_verifies(scheme: str) -> None:
     verify_swap(model.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("scheme", ["t5", "native + nope:logit_scale=0.3", "native + kerple"])
+def test_the_models_own_learned_bias_still_verifies_once_it_is_trained(scheme: str) -> None:
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
+    patch_model(model, scheme)
+    assert verify_swap(model)
+    tables = [parameter for name, parameter in model.named_parameters() if name.endswith("table")]
+    with torch.no_grad():
+        for table in tables:
+            table.add_(torch.randn_like(table))
+    assert len(tables) == 2
+    assert verify_swap(model)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_a_model_inside_peft_verifies() -> None:
     model = with_lora(build("gpt2"), "gpt2")
