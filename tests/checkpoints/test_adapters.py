@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_posswap
-from hf_posswap import patch_model, verify_swap
+from hf_posswap import Blend, patch_model, unpatch_model, verify_swap
 from hf_posswap.checkpoints.adapters import add_adapter, position_modules
 from hf_posswap.checkpoints.load import load_adapter
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
@@ -77,6 +77,9 @@ SWAPS = [
     ("llama", "rope", {"site": "attention"}),
     ("llama", "per_layer", {"layers": {0: "nope"}, "default": "kerple"}),
     ("gpt2", "blend", {"new": "rope", "weight": 0.5}),
+    ("gpt2", "blend", {"new": "learned:extend=reinit", "weight": 0.5}),
+    ("gpt2", "learned + rope", {}),
+    ("gpt2", "sinusoidal + kerple", {}),
 ]
 
 
@@ -106,7 +109,7 @@ def test_one_call_puts_base_swap_and_adapter_together(
     hf_posswap.save(merged, tmp_path / "merged")
     whole = hf_posswap.load(tmp_path / "merged")
     assert gap(logits(whole, IDS), logits(merged, IDS)) == 0
-    assert whole.config.posswap["scheme"]["name"] == scheme
+    assert whole.config.posswap["scheme"] == model.get_base_model().config.posswap["scheme"]
 
 
 @pytest.mark.parametrize("scheme", ["rope", "kerple", "learned", "blend"])
@@ -197,23 +200,36 @@ def test_an_adapter_without_a_sidecar(tmp_path: Path) -> None:
 
 
 def test_trained_positions_are_never_lost(tmp_path: Path) -> None:
-    for scheme, module in (("kerple", "posswap"), ("learned", "wpe")):
+    blend = Blend(new="learned:extend=reinit", weight=0.5)  # type: ignore[arg-type]
+    for scheme, module in (("kerple", "posswap"), ("learned", "wpe"), ("learned + rope", "wpe"), (blend, "wpe")):
         model = hf_posswap.load(stored_base("gpt2", tmp_path / "base"))
-        patch_model(model, scheme, max_length=2 * LENGTH)
+        patch_model(model, scheme, max_length=None if scheme is blend else 2 * LENGTH)
         assert position_modules(model) == [module]
         wrapped = peft.get_peft_model(model, lora("gpt2"))
-        hf_posswap.save(wrapped, tmp_path / scheme / "frozen")  # as the swap made them: nothing to lose
-        parameter = next(p for n, p in wrapped.named_parameters() if f".{module}." in n)
+        hf_posswap.save(wrapped, tmp_path / str(scheme) / "frozen")  # as the swap made them: nothing to lose
+        *_, parameter = (p for n, p in wrapped.named_parameters() if f".{module}." in n)
         parameter.requires_grad_(True)
         for save in (hf_posswap.save, lambda m, folder: m.save_pretrained(folder)):
             with pytest.raises(CheckpointError, match=rf"transformer\.{module}: .*modules_to_save=\['{module}'\]"):
-                save(wrapped, tmp_path / scheme / "lost")
-            assert not (tmp_path / scheme / "lost").exists()
+                save(wrapped, tmp_path / str(scheme) / "lost")
+            assert not (tmp_path / str(scheme) / "lost").exists()
         parameter.requires_grad_(False)
         with torch.no_grad():
             parameter.flatten()[0] += 1e-3
         with pytest.raises(CheckpointError, match="trained position parameters that are not part of the adapter"):
-            hf_posswap.save(wrapped, tmp_path / scheme / "lost")
+            hf_posswap.save(wrapped, tmp_path / str(scheme) / "lost")
+
+
+@pytest.mark.parametrize("scheme", ["learned:extend=reinit + kerple", "learned + rope", "sinusoidal + rope"])
+def test_a_table_beside_another_mechanism_is_trained_proved_and_taken_back(scheme: str) -> None:
+    model = patch_model(build("gpt2"), scheme)
+    wrapped = peft.get_peft_model(model, lora("gpt2", modules_to_save=["wpe"])).eval()
+    if not scheme.startswith("sinusoidal"):  # which is not to be trained
+        assert verify_swap(wrapped)
+    unpatch_model(wrapped)
+    assert not [key for key in wrapped.state_dict() if key.endswith(".old")]
+    with wrapped.disable_adapter():
+        assert gap(logits(wrapped, IDS), logits(build("gpt2"), IDS)) == 0
 
 
 def test_position_modules_where_nothing_is_learned() -> None:

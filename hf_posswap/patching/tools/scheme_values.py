@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
-from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.compat.peft_wrappers import is_adapted, original_of, trained_copies_of
+from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
@@ -63,7 +63,7 @@ def set_blend(model: nn.Module, weight: float) -> None:
 
 @alone()  # for the whole function: between its two swaps there is no mechanism
 def finish_blend(model: M, *, max_length: int | None = None) -> M:
-    """Keep only the new mechanism, with its trained parameters, and return the model.
+    """Keep only the new mechanism, with its trained parameters, frozen ones frozen, and return the model.
 
     Args:
         model: a model whose blend has weight 1.
@@ -72,7 +72,8 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     Raises:
         NotPatchedError: the model carries no blend.
         SchemeError: the weight is not 1 yet.
-        UnsupportedSwapError, ModelInUseError: inference mode is on, or the model is in use, as `patch_model`.
+        UnsupportedSwapError, ModelInUseError: inference mode is on, or the model is in use, as `patch_model`; or PEFT
+            trains a copy of the table.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -91,7 +92,16 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
             f"the blend is at weight {scheme.weight:g}: ending it now would change the outputs abruptly; "
             "call set_blend(model, 1.0) first."
         )
-    learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
+    adapted = [e.path for e in plan.edits if isinstance(e, BlendTable) and is_adapted(target.get_submodule(e.path))]
+    if adapted:
+        raise UnsupportedSwapError(
+            f"PEFT trains a copy of {adapted[0]!r} in full, with the old table and the new one in it, and a finished "
+            "swap has one of them. What works: model = model.merge_and_unload(), and finish_blend(model) then."
+        )
+    learned = {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in _new_tensors(target, plan).items()
+    }
     unpatch_model(model)
     try:
         length = max_length or (plan.max_length if scheme.old == "rotary" else None)
@@ -129,7 +139,9 @@ def _move(model: Any, edit: Edit, weight: float) -> None:
         for mechanism in {carried, original_of(carried), *trained_copies_of(carried)}:
             mechanism.weight = weight
     elif isinstance(edit, BlendTable):
-        model.get_submodule(edit.path).share = weight
+        table = model.get_submodule(edit.path)
+        for blended in (original_of(table), *trained_copies_of(table)):
+            blended.share = weight
 
 
 def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
@@ -144,14 +156,16 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
         elif isinstance(edit, BlendTable) and model.get_submodule(edit.path).new is not None:
             tensors[edit.path] = model.get_submodule(edit.path).new
         elif isinstance(edit, ReplaceTable):
-            tensors[edit.path] = model.get_submodule(edit.path).weight[edit.offset :]
+            tensors[edit.path] = model.get_submodule(edit.path).weight
     return tensors
 
 
 def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, value in values.items():
-            into[name].copy_(value)
+            same = into[name].shape == value.shape
+            (into[name] if same else into[name][-len(value) :]).copy_(value)  # a table may have rows before position 0
+            into[name].requires_grad_(value.requires_grad)
 
 
 def logit_scale_of(model: PreTrainedModel) -> float:
