@@ -217,7 +217,7 @@ def _plan_with_scale(model: PreTrainedModel) -> tuple[SwapPlan, NoPE | RNoPE, fl
     if patch is None or not isinstance(scheme, NoPE | RNoPE) or scheme.logit_scale is None:
         carried = "no swap" if scheme is None else str(scheme)
         raise NotPatchedError(
-            f"{type(target).__name__} carries {carried}: it has no logit scale. Patch it with NoPE(logit_scale=0.0) or "
-            "RNoPE(logit_scale=0.0), which is nope or rnope with a scale that can be set."
+            f"{type(target).__name__} carries {carried}: no logit scale of it can be set. Patch it with "
+            "NoPE(logit_scale=0.0) or RNoPE(logit_scale=0.0), each by itself: their scale can."
         )
     return patch.plan, scheme, scheme.logit_scale
