@@ -17,7 +17,7 @@ from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable
+from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable, rows_name
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import RNoPE
@@ -34,7 +34,7 @@ def set_blend(model: nn.Module, weight: float) -> None:
     """Set the weight of the new mechanism in a model patched with `blend`, and update the record in its config.
 
     Args:
-        model: a model patched with `blend` (or a PEFT model around one).
+        model: a model patched with `blend`, in one of its stacks or in both (or a PEFT model around one).
         weight: w, in [0, 1]: at 0 the model is exactly the old one, at 1 exactly the new one.
 
     Raises:
@@ -57,8 +57,9 @@ def set_blend(model: nn.Module, weight: float) -> None:
     moved = {name: dataclasses.replace(blend, weight=weight) for name, blend in blends.items()}  # which checks it
     checked = [blend.weight for blend in moved.values()][-1]
     for edit in plan.edits:
-        _move(target, edit, checked)
-    _set_schemes(target, dict(moved))
+        if edit.stack in moved:
+            _move(target, edit, checked)
+    _set_schemes(target, plan.schemes | moved)
 
 
 @alone()  # for the whole function: between its two swaps there is no mechanism
@@ -66,7 +67,7 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     """Keep only the new mechanism, with its trained parameters, frozen ones frozen, and return the model.
 
     Args:
-        model: a model whose blend has weight 1.
+        model: a model whose blend has weight 1, in each stack that has one.
         max_length: positions it is meant for afterwards, in tokens; None: as in `patch_model`.
 
     Raises:
@@ -86,10 +87,11 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     """
     target = unwrap(model)
     plan, blends = _blend_plan(target)
-    scheme = list(blends.values())[-1]  # of the main stack
-    if scheme.weight != 1.0:
+    scheme = list(blends.values())[-1]  # of the main stack, if it has one
+    least = min(blend.weight for blend in blends.values())
+    if least != 1.0:
         raise SchemeError(
-            f"the blend is at weight {scheme.weight:g}: ending it now would change the outputs abruptly; "
+            f"the blend is at weight {least:g}: ending it now would change the outputs abruptly; "
             "call set_blend(model, 1.0) first."
         )
     adapted = [e.path for e in plan.edits if isinstance(e, BlendTable) and is_adapted(target.get_submodule(e.path))]
@@ -105,7 +107,8 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     unpatch_model(model)
     try:
         length = max_length or (plan.max_length if scheme.old == "rotary" else None)
-        new = dataclasses.replace(plan, schemes={name: blend.new for name, blend in blends.items()}).choice
+        ended = {name: blend.new for name, blend in blends.items()}
+        new = dataclasses.replace(plan, schemes=plan.schemes | ended).choice
         patch_model(model, new, **plan.record.arguments | {"max_length": length})
     except BaseException:
         patch_model(model, plan.choice, **plan.record.arguments)
@@ -126,7 +129,7 @@ def _blend_plan(target: object) -> tuple[SwapPlan, dict[str, Blend]]:
     patch = getattr(target, "_posswap", None)
     schemes: dict[str, Scheme] = {} if patch is None else patch.plan.schemes
     blends = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Blend)}
-    if patch is None or len(blends) < len(schemes):
+    if patch is None or not blends:
         carried = "no swap" if patch is None else patch.plan.named
         raise NotPatchedError(f"{type(target).__name__} carries {carried}: patch_model(model, Blend(...)) first.")
     return patch.plan, blends
@@ -150,13 +153,14 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
     for edit in plan.edits:
         if isinstance(edit, AddMechanism):
             carried = model.get_submodule(edit.path)
-            learning = carried.new if isinstance(plan.scheme, Blend) else carried
+            learning = carried.new if isinstance(edit.scheme, Blend) else carried
             parameters = dict(learning.named_parameters()) if learning is not None else {}
             tensors |= {f"{edit.path}.{name}": parameter for name, parameter in parameters.items()}
         elif isinstance(edit, BlendTable) and model.get_submodule(edit.path).new is not None:
             tensors[edit.path] = model.get_submodule(edit.path).new
         elif isinstance(edit, ReplaceTable):
-            tensors[edit.path] = model.get_submodule(edit.path).weight
+            table = model.get_submodule(edit.path)
+            tensors[edit.path] = getattr(table, rows_name(table))
     return tensors
 
 

@@ -216,3 +216,49 @@ def test_a_copy_of_the_table_that_peft_trains_fades_too(new: Scheme) -> None:
     with model.disable_adapter():
         assert gap(logits(unpatch_model(model), IDS), logits(build("gpt2"), IDS)) == 0
     assert not [key for key in model.state_dict() if key.endswith((".old", ".new"))]
+
+
+STACKS: list[dict[str, Any]] = [
+    {"encoder": Blend(new=Kerple()), "decoder": "fire"},
+    {"encoder": "learned:extend=reinit + kerple", "decoder": Blend(new=T5Bias(init_std=0.5))},
+    {"encoder": "learned:extend=reinit", "decoder": Blend(new=Learned(extend="reinit"))},
+    {"decoder": Blend(new=Rope())},
+]
+
+
+@pytest.mark.parametrize("schemes", STACKS, ids=str)
+def test_a_blend_in_one_stack_of_two_ends_with_all_that_both_have_learned(schemes: dict[str, Any]) -> None:
+    model, other = (
+        tiny_model("BartForConditionalGeneration", meta=False),
+        tiny_model("BartForConditionalGeneration", meta=False),
+    )
+    patch_model(model, schemes)
+    ends = {name: scheme.new if isinstance(scheme, Blend) else scheme for name, scheme in schemes.items()}
+    patch_model(other, ends)
+    trained(model)
+    start = both(model)
+    set_blend(model, 0.5)
+    assert gap(both(model), start) > CHANGE / 10
+    verify_swap(model)
+    set_blend(model, 1.0)
+    expected = both(model)
+    assert gap(both(finish_blend(model)), expected) == 0
+    assert [type(module) for module in model.modules()] == [type(module) for module in other.modules()]
+
+
+def both(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, decoder_input_ids=IDS[:, :12]).logits
+
+
+def test_a_blend_ends_only_once_each_stack_is_there() -> None:
+    for weights in ((0.0, 1.0), (1.0, 0.25)):
+        model = tiny_model("BartForConditionalGeneration", meta=False)
+        blends = {name: Blend(new=Alibi(), weight=w) for name, w in zip(("encoder", "decoder"), weights, strict=True)}
+        before = both(patch_model(model, blends))
+        with pytest.raises(SchemeError, match=f"at weight {min(weights):g}: ending it now would change the outputs"):
+            finish_blend(model)
+        assert gap(both(model), before) == 0
+        set_blend(model, 1.0)
+        expected = both(model)
+        assert gap(both(finish_blend(model)), expected) == 0
