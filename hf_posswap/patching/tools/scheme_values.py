@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hf_posswap.compat.peft_wrappers import is_adapted, original_of, trained_copies_of
+from hf_posswap.compat.peft_wrappers import copy_for, is_adapted, original_of, trained_copies_of
 from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
@@ -94,15 +95,16 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
             f"the blend is at weight {least:g}: ending it now would change the outputs abruptly; "
             "call set_blend(model, 1.0) first."
         )
-    adapted = [e.path for e in plan.edits if isinstance(e, BlendTable) and is_adapted(target.get_submodule(e.path))]
+    tables = [edit.path for edit in plan.edits if isinstance(edit, BlendTable | ReplaceTable)]
+    adapted = [path for path in tables if is_adapted(target.get_submodule(path))]
     if adapted:
         raise UnsupportedSwapError(
-            f"PEFT trains a copy of {adapted[0]!r} in full, with the old table and the new one in it, and a finished "
-            "swap has one of them. What works: model = model.merge_and_unload(), and finish_blend(model) then."
+            f"PEFT trains a copy of {adapted[0]!r} in full, and the end of a blend writes new rows into that table. "
+            "What works: model = model.merge_and_unload(), and finish_blend(model) then."
         )
     learned = {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in _new_tensors(target, plan).items()
+        key: stored(module, name).detach().clone().requires_grad_(getattr(module, name).requires_grad)
+        for key, (module, name) in _new_tensors(target, plan).items()
     }
     unpatch_model(model)
     try:
@@ -147,29 +149,32 @@ def _move(model: Any, edit: Edit, weight: float) -> None:
             blended.share = weight
 
 
-def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of the new mechanism: a table's rows, and parameters inside attention."""
-    tensors: dict[str, torch.Tensor] = {}
+def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[Any, str]]:
+    """Return where the trained tensors of the new mechanism are, rows of a table and parameters: module and name."""
+    places: dict[str, tuple[Any, str]] = {}
     for edit in plan.edits:
+        module = model.get_submodule(edit.path) if isinstance(edit, AddMechanism | BlendTable | ReplaceTable) else None
         if isinstance(edit, AddMechanism):
-            carried = model.get_submodule(edit.path)
-            learning = carried.new if isinstance(edit.scheme, Blend) else carried
-            parameters = dict(learning.named_parameters()) if learning is not None else {}
-            tensors |= {f"{edit.path}.{name}": parameter for name, parameter in parameters.items()}
-        elif isinstance(edit, BlendTable) and model.get_submodule(edit.path).new is not None:
-            tensors[edit.path] = model.get_submodule(edit.path).new
+            active: Any = copy_for(module, None)
+            learning = active.new if isinstance(edit.scheme, Blend) else active
+            for path, part in () if learning is None else learning.named_modules():
+                places |= {
+                    f"{edit.path}.{path}.{name}": (part, name) for name, _ in part.named_parameters(recurse=False)
+                }
+        elif isinstance(edit, BlendTable) and module.new is not None:
+            places[edit.path] = module, "new"
         elif isinstance(edit, ReplaceTable):
-            table = model.get_submodule(edit.path)
-            tensors[edit.path] = getattr(table, rows_name(table))
-    return tensors
+            places[edit.path] = module, rows_name(module)
+    return places
 
 
-def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+def _fill(into: dict[str, tuple[Any, str]], values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, value in values.items():
-            same = into[name].shape == value.shape
-            (into[name] if same else into[name][-len(value) :]).copy_(value)  # a table may have rows before position 0
-            into[name].requires_grad_(value.requires_grad)
+        for key, value in values.items():
+            tensor = getattr(*into[key])
+            rows = tensor if tensor.shape == value.shape else tensor[-len(value) :]  # others are before position 0
+            rows.copy_(value)
+            tensor.requires_grad_(value.requires_grad)
 
 
 def logit_scale_of(model: PreTrainedModel) -> float:

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -262,3 +263,24 @@ def test_a_blend_ends_only_once_each_stack_is_there() -> None:
         set_blend(model, 1.0)
         expected = both(model)
         assert gap(both(finish_blend(model)), expected) == 0
+
+
+@pytest.mark.parametrize("new", [Learned(extend="reinit"), Kerple(), Alibi()], ids=str)
+def test_what_was_learned_is_kept_of_a_model_that_is_offloaded(new: Scheme) -> None:
+    model = patch_model(build("gpt2"), Blend(new=new, weight=1.0))
+    trained(model)
+    expected = logits(finish_blend(copy.deepcopy(model)), IDS)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert gap(logits(finish_blend(model), IDS), expected) == 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_a_blend_ends_beside_a_mechanism_that_an_adapter_trains() -> None:
+    model = tiny_model("BartForConditionalGeneration", meta=False)
+    patch_model(model, {"encoder": "kerple", "decoder": Blend(new=T5Bias(init_std=0.5), weight=1.0)})
+    wrapped = hf_posswap.add_adapter(model, LoraConfig(target_modules=["q_proj"])).eval()
+    assert len([name for name, p in wrapped.named_parameters() if p.requires_grad and "posswap" in name]) == 3
+    trained(wrapped)
+    expected = both(wrapped)
+    assert gap(both(finish_blend(wrapped)), expected) == 0
