@@ -411,5 +411,14 @@ def _is_same(then: SwapRecord | None, now: SwapRecord | None) -> bool:
     """Return whether two records name one mechanism; the weight of a blend changes while it trains."""
     if then is None or now is None:
         return then is now
-    names = {then.scheme.get("name"), now.scheme.get("name")}
-    return names == {"blend"} or then.is_same_mechanism(now)
+    return _of_any_weight(then).is_same_mechanism(_of_any_weight(now))
+
+
+def _of_any_weight(record: SwapRecord) -> SwapRecord:
+    """Return a record whose blends are all at weight 0."""
+
+    def begin(scheme: dict[str, Any]) -> dict[str, Any]:
+        return scheme | {"weight": 0.0} if scheme.get("name") == "blend" else scheme
+
+    stacks = None if record.stacks is None else {name: begin(scheme) for name, scheme in record.stacks.items()}
+    return replace(record, scheme=begin(record.scheme), stacks=stacks)
