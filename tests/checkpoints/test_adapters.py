@@ -30,6 +30,7 @@ from hf_posswap.checkpoints.adapters import add_adapter, position_modules
 from hf_posswap.checkpoints.load import load_adapter
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD, SIDECAR
+from hf_posswap.schemes import Kerple, NoPE, Scheme
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.engine.checkpoints import load_weights
 from tests.contract.models import LENGTH, TINY, build
@@ -230,6 +231,24 @@ def test_a_table_beside_another_mechanism_is_trained_proved_and_taken_back(schem
     assert not [key for key in wrapped.state_dict() if key.endswith(".old")]
     with wrapped.disable_adapter():
         assert gap(logits(wrapped, IDS), logits(build("gpt2"), IDS)) == 0
+
+
+@pytest.mark.parametrize("scheme", [Blend(new=Kerple(), weight=0.25), NoPE(logit_scale=0.1)], ids=str)
+def test_what_moved_after_the_base_was_saved_is_set_again(scheme: Scheme, tmp_path: Path) -> None:
+    hf_posswap.save(patch_model(build("llama"), scheme), tmp_path / "base")
+    wrapped = add_adapter(hf_posswap.load(tmp_path / "base"), lora("llama")).eval()
+    moved = hf_posswap.set_blend if isinstance(scheme, Blend) else hf_posswap.set_logit_scale
+    moved(wrapped, 0.75)
+    expected = logits(wrapped, IDS)
+    hf_posswap.save(wrapped, tmp_path / "adapter")
+    loaded = hf_posswap.load(tmp_path / "adapter").eval()
+    assert gap(logits(loaded, IDS), expected) < 1e-5
+    assert hf_posswap.swap_plan(loaded).scheme == hf_posswap.swap_plan(wrapped).scheme
+    verify_swap(loaded)
+    other = patch_model(build("llama"), Blend(new=Kerple(variant="power"), weight=0.75))
+    hf_posswap.save(other, tmp_path / "base", overwrite=True)
+    with pytest.raises(RecordError, match="was trained on a llama swapped to"):
+        hf_posswap.load(tmp_path / "adapter")
 
 
 def test_position_modules_where_nothing_is_learned() -> None:
