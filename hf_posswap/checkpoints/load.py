@@ -392,9 +392,13 @@ def _set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
     weights = {scheme.weight for scheme in schemes if isinstance(scheme, Blend)}
     if len(weights) == 1 and any(isinstance(scheme, Blend) for scheme in carried):
         set_blend(base, weights.pop())
-    scales = [getattr(each[-1], "logit_scale", None) for each in (schemes, carried)]
-    if type(schemes[-1]) is type(carried[-1]) and None not in scales and isinstance(carried[-1], NoPE | RNoPE):
-        set_logit_scale(base, scales[0])
+    main, now = schemes[-1], carried[-1]
+    if (
+        isinstance(main, NoPE | RNoPE)
+        and isinstance(now, NoPE | RNoPE)
+        and None not in (main.logit_scale, now.logit_scale)
+    ):
+        set_logit_scale(base, main.logit_scale)  # type: ignore[arg-type]
 
 
 def _identity(source: str | Path) -> str:

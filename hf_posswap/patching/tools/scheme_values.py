@@ -153,7 +153,9 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[Any, str]]:
     """Return where the trained tensors of the new mechanism are, rows of a table and parameters: module and name."""
     places: dict[str, tuple[Any, str]] = {}
     for edit in plan.edits:
-        module = model.get_submodule(edit.path) if isinstance(edit, AddMechanism | BlendTable | ReplaceTable) else None
+        if not isinstance(edit, AddMechanism | BlendTable | ReplaceTable):
+            continue
+        module = model.get_submodule(edit.path)
         if isinstance(edit, AddMechanism):
             active: Any = copy_for(module, None)
             learning = active.new if isinstance(edit.scheme, Blend) else active
