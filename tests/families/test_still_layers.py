@@ -227,6 +227,8 @@ def test_layers_of_their_own_load_again(kind: str, scheme: Scheme, tmp_path: Pat
     expected = logits(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path).eval()), expected)
+    half = load(tmp_path, dtype=torch.bfloat16)  # transformers builds it with this dtype as the default
+    assert swap_plan(half).scheme == swap_plan(model).scheme
 
 
 def test_a_window_that_no_rotating_layer_sees_past_is_refused() -> None:

@@ -345,7 +345,8 @@ def _is_as_before(scheme: Scheme, geometry: Geometry) -> bool:
     """Return whether `scheme` turns q and k as the native rotary does."""
     if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed or geometry.frequencies is None:
         return False
-    angles, native_inv_freq = scheme.angles(geometry), torch.tensor(geometry.frequencies, device="cpu")
+    angles = scheme.angles(geometry)
+    native_inv_freq = torch.tensor(geometry.frequencies, dtype=torch.float32, device="cpu")
     same = scheme.layout == (geometry.layout or scheme.layout) and angles.inv_freq.shape == native_inv_freq.shape
     factor = abs(angles.attention_factor - geometry.attention_factor) < 1e-6
     return same and factor and torch.allclose(angles.inv_freq, native_inv_freq, rtol=1e-5, atol=0)

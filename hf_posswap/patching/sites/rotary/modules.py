@@ -199,7 +199,9 @@ def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry,
     length = 3 * geometry.original_length
     rope_type = parameters_of(config, rope_set)["rope_type"]
     stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
-    return torch.allclose(stock, scheme.angles(geometry, torch.tensor([length])).inv_freq, rtol=1e-5, atol=0)
+    return torch.allclose(
+        stock, scheme.angles(geometry, torch.tensor([length], device="cpu")).inv_freq, rtol=1e-5, atol=0
+    )
 
 
 def turns_nothing(module: nn.Module) -> bool:
