@@ -198,10 +198,10 @@ def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry,
     config: Any = module.config
     length = 3 * geometry.original_length
     rope_type = parameters_of(config, rope_set)["rope_type"]
-    stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
-    return torch.allclose(
-        stock, scheme.angles(geometry, torch.tensor([length], device="cpu")).inv_freq, rtol=1e-5, atol=0
-    )
+    with torch.device("cpu"):  # a skeleton may be planned where the default is meta
+        stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
+        expected = scheme.angles(geometry, torch.tensor([length])).inv_freq
+    return torch.allclose(stock, expected, rtol=1e-5, atol=0)
 
 
 def turns_nothing(module: nn.Module) -> bool:
