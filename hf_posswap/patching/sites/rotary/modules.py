@@ -16,6 +16,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.families.measuring import rounds
 from hf_posswap.families.rope_config import (
     BY_TYPE,
+    FOLLOW_LENGTH,
     buffer_name,
     config_at,
     factor_of,
@@ -161,8 +162,12 @@ def follows_config(module: nn.Module, config: PreTrainedConfig) -> bool:
     Some families build it from an altered copy of the config; those must not be rebuilt from the config itself.
     """
     new = rebuilt(module, config)
-    for name in inv_freq_names(new):
+    for rope_set, name in zip(rope_sets(new), inv_freq_names(new), strict=True):
         actual, expected = getattr(module, name, None), getattr(new, name)
+        if (
+            parameters_of(config, rope_set).get("rope_type") in FOLLOW_LENGTH
+        ):  # `actual` is of the last text it has seen
+            actual = getattr(module, name.replace("inv_freq", "original_inv_freq"), actual)
         if actual is None or not rounds(actual, expected):  # a model that was cast has lost digits
             return False
     return True
