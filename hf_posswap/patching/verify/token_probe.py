@@ -21,6 +21,7 @@ from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.edits.restore import device_of, stored
+from hf_posswap.patching.plan.preconditions import all_in
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.native import CopyRows, RemoveRows, native_scheme
@@ -183,7 +184,11 @@ def _features(model: PreTrainedModel, generator: torch.Generator) -> Tensor | No
 
 def _shift(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     """Shift all positions together: nothing may change under relative schemes, and something must under a table."""
-    room = min(stack.geometry.original_length for stack in plan.sites.stacks) - probe.ids.shape[1]
+    lengths = [stack.geometry.original_length for stack in plan.sites.stacks]
+    for each in (inner for scheme in plan.schemes.values() for inner in all_in(scheme)):
+        if getattr(each, "length_dependent", False):  # beyond its own original length it turns by other angles
+            lengths.append(each.filled("original_length"))
+    room = min(lengths) - probe.ids.shape[1]
     if room < 1:
         return "not run: the original length leaves no room"
     by, schemes = min(room, 64), plan.schemes.values()
