@@ -416,9 +416,8 @@ def _is_same(then: SwapRecord | None, now: SwapRecord | None) -> bool:
 
 def _of_any_weight(record: SwapRecord) -> SwapRecord:
     """Return a record whose blends are all at weight 0."""
-
-    def begin(scheme: dict[str, Any]) -> dict[str, Any]:
-        return scheme | {"weight": 0.0} if scheme.get("name") == "blend" else scheme
-
-    stacks = None if record.stacks is None else {name: begin(scheme) for name, scheme in record.stacks.items()}
-    return replace(record, scheme=begin(record.scheme), stacks=stacks)
+    main, *stacks = (
+        scheme | {"weight": 0.0} if scheme.get("name") == "blend" else scheme
+        for scheme in (record.scheme, *(record.stacks or {}).values())
+    )
+    return replace(record, scheme=main, stacks=record.stacks and dict(zip(record.stacks, stacks, strict=True)))

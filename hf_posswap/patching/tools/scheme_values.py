@@ -149,9 +149,9 @@ def _move(model: Any, edit: Edit, weight: float) -> None:
             blended.share = weight
 
 
-def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[Any, str]]:
+def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[nn.Module, str]]:
     """Return where the trained tensors of the new mechanism are, rows of a table and parameters: module and name."""
-    places: dict[str, tuple[Any, str]] = {}
+    places: dict[str, tuple[nn.Module, str]] = {}
     for edit in plan.edits:
         if not isinstance(edit, AddMechanism | BlendTable | ReplaceTable):
             continue
@@ -170,7 +170,7 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[Any, str]]:
     return places
 
 
-def _fill(into: dict[str, tuple[Any, str]], values: dict[str, torch.Tensor]) -> None:
+def _fill(into: dict[str, tuple[nn.Module, str]], values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for key, value in values.items():
             tensor = getattr(*into[key])
