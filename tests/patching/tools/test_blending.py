@@ -150,9 +150,10 @@ def test_an_end_that_fails_leaves_the_blend(monkeypatch: pytest.MonkeyPatch) -> 
     patch_model(model, Blend(new=Kerple(), weight=1.0))
     trained(model)
     before = logits(model, IDS)
-    with pytest.raises(SchemeError, match="the maximum is"):
-        finish_blend(model, max_length=2**40)
-    assert gap(logits(model, IDS), before) == 0
+    for length, message in ((2**40, "the maximum is"), (0, "whole number of tokens >= 1, got 0"), (-1, "got -1")):
+        with pytest.raises(SchemeError, match=message):
+            finish_blend(model, max_length=length)
+        assert gap(logits(model, IDS), before) == 0
     verify_swap(model)
 
 
