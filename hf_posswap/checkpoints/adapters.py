@@ -23,7 +23,7 @@ from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.record.adapter_marks import SIDECAR, base_of, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
+from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable, rows_name
 from hf_posswap.patching.tools.centring import CENTRED
 from hf_posswap.utils.atomic_io import read_object, shown, write_json
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
@@ -260,7 +260,8 @@ def refuse_lost_positions(model: PreTrainedModel) -> None:
         raise CheckpointError(
             f"{', '.join(lost)}: trained position parameters that are not part of the adapter would be lost. Wrap the "
             f"model with modules_to_save={position_modules(base)} (hf_posswap.add_adapter does), or save the swapped "
-            "base first, and put the adapter on what hf_posswap.load returns."
+            "base first, and put the adapter on what hf_posswap.load returns; what is trained already is kept by "
+            "merge_and_unload(), and saving the whole model."
         )
 
 
@@ -291,8 +292,8 @@ def _learned(base: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the modules of a swapped model with parameters of its scheme: path and module."""
     learned = []
     for edit in applied_swap(base).plan.edits:
-        learns = isinstance(edit, AddMechanism) or (isinstance(edit, ReplaceTable) and edit.scheme.trainable)
-        if learns:
+        is_table = isinstance(edit, ReplaceTable | BlendTable) and edit.scheme is not None and edit.scheme.trainable
+        if is_table or isinstance(edit, AddMechanism):
             module = base.get_submodule(edit.path)
             learned += [(edit.path, module)] if any(True for _ in module.parameters()) else []
     return learned
@@ -304,7 +305,7 @@ def _is_trained(base: PreTrainedModel, path: str, module: nn.Module) -> bool:
         return True
     if lies_on_disk(base):  # as it was loaded
         return False
-    learned_edits, swap = (AddMechanism, ReplaceTable), applied_swap(base)
+    learned_edits, swap = (AddMechanism, ReplaceTable, BlendTable), applied_swap(base)
     edit, saved = next(
         (edit, saved) for edit, saved in swap.done() if isinstance(edit, learned_edits) and edit.path == path
     )
@@ -313,6 +314,8 @@ def _is_trained(base: PreTrainedModel, path: str, module: nn.Module) -> bool:
         return any(
             not torch.equal(p.detach().cpu(), fresh[n].detach().to(p.dtype)) for n, p in module.named_parameters()
         )
-    weight: Any = module.weight
+    rows: Any = getattr(module, rows_name(module)).detach()
+    if isinstance(edit, BlendTable):
+        return not torch.equal(module.new, edit.new_rows(rows))  # type: ignore[arg-type]
     expected = edit.scheme.table(saved["weight"].detach()[edit.offset :], edit.rows, edit.geometry)
-    return not torch.equal(weight.detach()[edit.offset :].cpu(), expected.to(weight.dtype))
+    return not torch.equal(rows[edit.offset :].cpu(), expected.to(rows.dtype))

@@ -50,6 +50,8 @@ from hf_posswap.patching.record.adapter_marks import (
 )
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import SwapRecord, native_config, native_config_class
+from hf_posswap.patching.tools.scheme_values import set_blend, set_logit_scale
+from hf_posswap.schemes import Blend, NoPE, RNoPE
 from hf_posswap.utils.atomic_io import read_object, settle
 from hf_posswap.utils.auto_classes import refused_code
 from hf_posswap.utils.gguf_source import checkpoint_of
@@ -370,6 +372,8 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
         record = adapter.record
         patch_model(model, record.choice(), **record.arguments)
     base = unwrap(model)
+    if adapter.record is not None and getattr(base, "_posswap", None) is not None:
+        _set_as_trained(base, adapter.record)
     _refuse_other(base, adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
     if adapter.training is not None and adapter.record is not None:
         base.config.posswap_training = adapter.training
@@ -378,6 +382,23 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = adapter.base  # on disk it may be a hint in its place
     return adapted
+
+
+def _set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
+    """Set what may move after a base was saved, the weight of a blend and a logit scale, to what `record` says."""
+    chosen = record.choice()
+    schemes = list(chosen.values()) if isinstance(chosen, dict) else [chosen]
+    carried = list(applied_swap(base).plan.schemes.values())
+    weights = {scheme.weight for scheme in schemes if isinstance(scheme, Blend)}
+    if len(weights) == 1 and any(isinstance(scheme, Blend) for scheme in carried):
+        set_blend(base, weights.pop())
+    main, now = schemes[-1], carried[-1]
+    if (
+        isinstance(main, NoPE | RNoPE)
+        and isinstance(now, NoPE | RNoPE)
+        and None not in (main.logit_scale, now.logit_scale)
+    ):
+        set_logit_scale(base, main.logit_scale)  # type: ignore[arg-type]
 
 
 def _identity(source: str | Path) -> str:

@@ -136,7 +136,7 @@ def same_class(model: PreTrainedModel, plan: SwapPlan) -> Blueprint:
         ends = plan.sites.table_path is not None
         return Blueprint(native_class(type(model)), config, weights, limit=plan.max_length if ends else None)
     if not plan.sites.rotary:
-        refuse("the class has a position table, and this scheme needs none")
+        refuse(f"its config has no rope parameters, so it cannot express {plan.scheme.name}")
     return Blueprint(native_class(type(model)), _same_class_config(model, plan), _in_native_layout(weights, plan))
 
 

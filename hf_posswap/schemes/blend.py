@@ -50,6 +50,11 @@ class Blend(Scheme):
 
     def __post_init__(self) -> None:
         new = make_scheme(self.new)
+        if not new.standalone:
+            raise SchemeError(
+                f"{self.name}: new must be a scheme by itself, because it is all that stays at the end, and {new.name} "
+                "is only a term of a sum. What works: the sum without blend."
+            )
         if new.kind == "mixed":
             raise SchemeError(f"{self.name}: new must be one scheme, not several in one, got {new}.")
         object.__setattr__(self, "new", new)

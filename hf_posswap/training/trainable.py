@@ -20,7 +20,7 @@ from hf_posswap.compat.torch_modules import compiled_original, name_without_wrap
 from hf_posswap.errors import ConfigError, TrainingError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable
+from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable, rows_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,11 +43,16 @@ def position_names(base: PreTrainedModel) -> list[str]:
     if patch is None:
         return []
     tables = [edit for edit in patch.plan.edits if isinstance(edit, ReplaceTable)]
-    rewritten = {f"{table.path}.weight" for table in tables if table.scheme.trainable}
+    rewritten = {_rows_of(base, table) for table in tables if table.scheme.trainable}
     added = {
         name.removesuffix(_NEW_ROWS) for name in patch.plan.added if not name.endswith(".old")
     }  # the old table fades out
     return [name for name, _ in base.named_parameters() if base_name(name) in added | rewritten]
+
+
+def _rows_of(base: PreTrainedModel, table: ReplaceTable) -> str:
+    """Return the name of the parameter with the rows of a `table`: beside another mechanism it goes by another name."""
+    return f"{table.path}.{rows_name(base.get_submodule(table.path))}"
 
 
 def grown_tables(base: PreTrainedModel) -> dict[str, int]:
@@ -68,7 +73,7 @@ def grown_tables(base: PreTrainedModel) -> dict[str, int]:
                 f"extend one of {', '.join(_KEEP_ROWS)}, or train 'positions', the whole table."
             )
         if table.rows > old:
-            kept_rows[f"{table.path}.weight"] = old + table.offset
+            kept_rows[_rows_of(base, table)] = old + table.offset
     if not kept_rows:
         swap_state = "carries no swap" if patch is None else f"was swapped to {patch.plan.scheme}"
         raise ConfigError(

@@ -434,5 +434,13 @@ def _is_same(then: SwapRecord | None, now: SwapRecord | None) -> bool:
     """Return whether two records name one mechanism; the weight of a blend changes while it trains."""
     if then is None or now is None:
         return then is now
-    names = {then.scheme.get("name"), now.scheme.get("name")}
-    return names == {"blend"} or then.is_same_mechanism(now)
+    return _of_any_weight(then).is_same_mechanism(_of_any_weight(now))
+
+
+def _of_any_weight(record: SwapRecord) -> SwapRecord:
+    """Return a record whose blends are all at weight 0."""
+    main, *stacks = (
+        scheme | {"weight": 0.0} if scheme.get("name") == "blend" else scheme
+        for scheme in (record.scheme, *(record.stacks or {}).values())
+    )
+    return replace(record, scheme=main, stacks=record.stacks and dict(zip(record.stacks, stacks, strict=True)))

@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_posswap
-from hf_posswap import patch_model, verify_swap
+from hf_posswap import Blend, patch_model, unpatch_model, verify_swap
 from hf_posswap.checkpoints.adapters import add_adapter, position_modules
 from hf_posswap.checkpoints.load import load_adapter
 from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD, SIDECAR
+from hf_posswap.schemes import Kerple, NoPE, Scheme
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.engine.checkpoints import load_weights
 from tests.contract.models import LENGTH, TINY, build
@@ -77,6 +78,9 @@ SWAPS = [
     ("llama", "rope", {"site": "attention"}),
     ("llama", "per_layer", {"layers": {0: "nope"}, "default": "kerple"}),
     ("gpt2", "blend", {"new": "rope", "weight": 0.5}),
+    ("gpt2", "blend", {"new": "learned:extend=reinit", "weight": 0.5}),
+    ("gpt2", "learned + rope", {}),
+    ("gpt2", "sinusoidal + kerple", {}),
 ]
 
 
@@ -106,7 +110,7 @@ def test_one_call_puts_base_swap_and_adapter_together(
     hf_posswap.save(merged, tmp_path / "merged")
     whole = hf_posswap.load(tmp_path / "merged")
     assert gap(logits(whole, IDS), logits(merged, IDS)) == 0
-    assert whole.config.posswap["scheme"]["name"] == scheme
+    assert whole.config.posswap["scheme"] == model.get_base_model().config.posswap["scheme"]
 
 
 @pytest.mark.parametrize("scheme", ["rope", "kerple", "learned", "blend"])
@@ -197,23 +201,54 @@ def test_an_adapter_without_a_sidecar(tmp_path: Path) -> None:
 
 
 def test_trained_positions_are_never_lost(tmp_path: Path) -> None:
-    for scheme, module in (("kerple", "posswap"), ("learned", "wpe")):
+    blend = Blend(new="learned:extend=reinit", weight=0.5)  # type: ignore[arg-type]
+    for scheme, module in (("kerple", "posswap"), ("learned", "wpe"), ("learned + rope", "wpe"), (blend, "wpe")):
         model = hf_posswap.load(stored_base("gpt2", tmp_path / "base"))
-        patch_model(model, scheme, max_length=2 * LENGTH)
+        patch_model(model, scheme, max_length=None if scheme is blend else 2 * LENGTH)
         assert position_modules(model) == [module]
         wrapped = peft.get_peft_model(model, lora("gpt2"))
-        hf_posswap.save(wrapped, tmp_path / scheme / "frozen")  # as the swap made them: nothing to lose
-        parameter = next(p for n, p in wrapped.named_parameters() if f".{module}." in n)
+        hf_posswap.save(wrapped, tmp_path / str(scheme) / "frozen")  # as the swap made them: nothing to lose
+        *_, parameter = (p for n, p in wrapped.named_parameters() if f".{module}." in n)
         parameter.requires_grad_(True)
         for save in (hf_posswap.save, lambda m, folder: m.save_pretrained(folder)):
             with pytest.raises(CheckpointError, match=rf"transformer\.{module}: .*modules_to_save=\['{module}'\]"):
-                save(wrapped, tmp_path / scheme / "lost")
-            assert not (tmp_path / scheme / "lost").exists()
+                save(wrapped, tmp_path / str(scheme) / "lost")
+            assert not (tmp_path / str(scheme) / "lost").exists()
         parameter.requires_grad_(False)
         with torch.no_grad():
             parameter.flatten()[0] += 1e-3
         with pytest.raises(CheckpointError, match="trained position parameters that are not part of the adapter"):
-            hf_posswap.save(wrapped, tmp_path / scheme / "lost")
+            hf_posswap.save(wrapped, tmp_path / str(scheme) / "lost")
+
+
+@pytest.mark.parametrize("scheme", ["learned:extend=reinit + kerple", "learned + rope", "sinusoidal + rope"])
+def test_a_table_beside_another_mechanism_is_trained_proved_and_taken_back(scheme: str) -> None:
+    model = patch_model(build("gpt2"), scheme)
+    wrapped = peft.get_peft_model(model, lora("gpt2", modules_to_save=["wpe"])).eval()
+    if not scheme.startswith("sinusoidal"):  # which is not to be trained
+        assert verify_swap(wrapped)
+    unpatch_model(wrapped)
+    assert not [key for key in wrapped.state_dict() if key.endswith(".old")]
+    with wrapped.disable_adapter():
+        assert gap(logits(wrapped, IDS), logits(build("gpt2"), IDS)) == 0
+
+
+@pytest.mark.parametrize("scheme", [Blend(new=Kerple(), weight=0.25), NoPE(logit_scale=0.1)], ids=str)
+def test_what_moved_after_the_base_was_saved_is_set_again(scheme: Scheme, tmp_path: Path) -> None:
+    hf_posswap.save(patch_model(build("llama"), scheme), tmp_path / "base")
+    wrapped = add_adapter(hf_posswap.load(tmp_path / "base"), lora("llama")).eval()
+    moved = hf_posswap.set_blend if isinstance(scheme, Blend) else hf_posswap.set_logit_scale
+    moved(wrapped, 0.75)
+    expected = logits(wrapped, IDS)
+    hf_posswap.save(wrapped, tmp_path / "adapter")
+    loaded = hf_posswap.load(tmp_path / "adapter").eval()
+    assert gap(logits(loaded, IDS), expected) < 1e-5
+    assert hf_posswap.swap_plan(loaded).scheme == hf_posswap.swap_plan(wrapped).scheme
+    verify_swap(loaded)
+    other = patch_model(build("llama"), Blend(new=Kerple(variant="power"), weight=0.75))
+    hf_posswap.save(other, tmp_path / "base", overwrite=True)
+    with pytest.raises(RecordError, match="was trained on a llama swapped to"):
+        hf_posswap.load(tmp_path / "adapter")
 
 
 def test_position_modules_where_nothing_is_learned() -> None:

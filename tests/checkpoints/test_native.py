@@ -22,6 +22,7 @@ from hf_posswap import patch_model
 from hf_posswap.checkpoints.native import CONVERSIONS, convert, prove_equal, to_native
 from hf_posswap.cli import app
 from hf_posswap.errors import NotPatchedError, SwapVerificationError, UnknownNameError, UnsupportedSwapError
+from hf_posswap.testing.tiny import tiny_model
 from tests.contract import twins
 from tests.contract.models import LENGTH, TINY, build
 from tests.contract.pairs import gap, logits, words
@@ -329,6 +330,14 @@ def test_what_is_not_exact_is_refused_with_the_reason(case: str) -> None:
     with pytest.raises(UnsupportedSwapError, match=said) as caught:
         to_native(model, target)
     assert "Exact are:" in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("t5", "native + kerple"), ("bloom", "native + rope")])
+def test_a_class_without_a_table_is_not_said_to_have_one(kind: str, scheme: str) -> None:
+    model = patch_model(tiny_model(kind, meta=False), scheme)
+    with pytest.raises(UnsupportedSwapError, match="same: its config has no rope parameters") as caught:
+        to_native(model)
+    assert "position table" not in str(caught.value)
 
 
 def test_other_heads_are_refused() -> None:

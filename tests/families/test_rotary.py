@@ -340,3 +340,34 @@ def test_longrope_by_layer_type_is_computed_here_where_transformers_cannot_run_i
         text = torch.randint(1, 64, (1, length))
         native, own = (model(text, use_cache=False).logits for _, model in swapped.values())
         torch.testing.assert_close(own, native, rtol=1e-5, atol=1e-5)
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i / 3 for i in range(8)],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", list(ROPE))
+@pytest.mark.parametrize("scheme", ["yarn:factor=2", "rope", "dynamic:factor=4", "nope", "native + alibi"])
+def test_a_model_that_has_seen_a_long_text_is_swapped_as_before_it(kind: str, scheme: str) -> None:
+    """The rotary module of a model whose angles follow the length keeps those of its last text."""
+    long = torch.arange(5, 55)[None]
+    rope = ROPE[kind] | {"rope_theta": 10000.0}
+    fresh, seen, other = (tiny_model("llama", meta=False, rope_parameters=rope) for _ in range(3))
+    before = seen(long).logits
+    patch_model(fresh, scheme)
+    assert swap_plan(patch_model(seen, scheme)) == swap_plan(fresh)
+    assert torch.equal(seen(long).logits, fresh(long).logits)
+    assert torch.equal(unpatch_model(seen)(long).logits, before)
+    other.model.rotary_emb.inv_freq = other.model.rotary_emb.inv_freq * 2  # by other code than its own
+    other.model.rotary_emb.original_inv_freq = other.model.rotary_emb.inv_freq
+    if scheme != "native + alibi":
+        with pytest.raises(UnsupportedSwapError, match="does not follow the model's config"):
+            patch_model(other, scheme)

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posswap import Alibi, NoPE, Rope, explain, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
+from hf_posswap import (
+    Alibi,
+    NoPE,
+    RNoPE,
+    Rope,
+    Scheme,
+    explain,
+    load,
+    patch_model,
+    plan_swap,
+    swap_plan,
+    unpatch_model,
+    verify_swap,
+)
 from hf_posswap.errors import UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.families.rotary import ROTATES, TURNING_REFUSED
@@ -184,6 +198,37 @@ def test_a_layer_that_does_not_rotate_is_not_named() -> None:
     assert [edit.path for edit in plan.edits if edit.path.endswith("attn")] == [
         f"model.layers.{layer}.self_attn" for layer in range(3)
     ]
+
+
+def test_a_layer_that_keeps_its_own_rotation_is_not_named() -> None:
+    model = tiny_model("gemma3_text", meta=False)  # layers 1 and 3 see all tokens
+    before = logits(model)
+    message = r"names layer 0, which keeps its own rotation in Gemma3ForCausalLM: .* What works: layers 1, 3, and a def"
+    for scheme in (Rope().per_layer({0: Alibi(), 1: Alibi()}), RNoPE(layers=(0, 1))):
+        with pytest.raises(UnsupportedSwapError, match=message):
+            patch_model(model, scheme)
+    assert torch.equal(logits(model), before)
+    patch_model(model, Alibi().per_layer({0: NoPE()}))  # where no layer rotates, all take theirs
+    assert torch.equal(logits(unpatch_model(model)), before)
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Rope().per_layer({1: Rope(base=500.0)}),
+        Rope().per_layer({1: "dynamic:factor=2"}),
+        RNoPE(every=2, rotary=Rope(base=500.0)),
+    ],
+    ids=str,
+)
+def test_layers_of_their_own_load_again(kind: str, scheme: Scheme, tmp_path: Path) -> None:
+    model = patch_model(tiny_model(kind, meta=False), scheme)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path).eval()), expected)
+    half = load(tmp_path, dtype=torch.bfloat16)  # transformers builds it with this dtype as the default
+    assert swap_plan(half).scheme == swap_plan(model).scheme
 
 
 def test_a_window_that_no_rotating_layer_sees_past_is_refused() -> None:

@@ -69,11 +69,11 @@ def test_golden_section_finds_the_minimum(least: float) -> None:
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
-    for scheme in ("alibi", "nope", "rnope"):
+    for scheme in ("alibi", "nope", "rnope", "rope + nope:logit_scale=0.1"):
         model = swapped(RNoPE(layers=[0]) if scheme == "rnope" else scheme)
-        with pytest.raises(NotPatchedError, match=r"it has no logit scale. Patch it with NoPE\(logit_scale=0.0\)"):
+        with pytest.raises(NotPatchedError, match=r"no logit scale of it can be set. Patch it with NoPE\(logit_sc"):
             fit_logit_scale(model, IDS, 3 * LENGTH)
-        with pytest.raises(NotPatchedError, match="it has no logit scale"):
+        with pytest.raises(NotPatchedError, match="no logit scale of it can be set"):
             set_logit_scale(model, 0.1)
     with pytest.raises(NotPatchedError, match="carries no swap"):
         set_logit_scale(build("gpt2"), 0.1)

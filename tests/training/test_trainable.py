@@ -65,13 +65,19 @@ def test_what_the_swap_froze_stays_frozen() -> None:
     ("kind", "scheme", "wanted"),
     [("gpt2", "kerple", "transformer.posswap."), ("llama", "fire", "model.posswap."),
      ("gpt2", "alibi:learned=true", "transformer.posswap."),
-     ("gpt2", "learned", "transformer.wpe."), ("bert", "t5", "bert.posswap.")],
+     ("gpt2", "learned", "transformer.wpe."), ("bert", "t5", "bert.posswap."),
+     ("gpt2", "learned + rope", "transformer.wpe."), ("gpt2", "sinusoidal + kerple", "transformer.posswap.")],
 )  # fmt: skip
 def test_positions_trains_the_positions_alone(kind: str, scheme: str, wanted: str) -> None:
     model, moved = trained(swapped(kind, scheme), TrainableSettings("positions"))
     assert moved
     assert all(name.startswith(wanted) for name in moved)
     assert moved == set(position_names(model))
+
+
+def test_a_new_table_is_trained_with_what_stands_beside_it() -> None:
+    model, moved = trained(swapped("gpt2", "learned:extend=reinit + kerple"), TrainableSettings("positions"))
+    assert moved == {"transformer.wpe.old", "transformer.posswap.raw_r1", "transformer.posswap.raw_r2"}
 
 
 def test_positions_with_embeddings_and_norms() -> None:
@@ -94,9 +100,10 @@ def test_norms_and_queries_and_keys(kind: str, projections: list[str]) -> None:
     assert {name for name, p in prepared.named_parameters() if p.requires_grad} == wanted
 
 
+@pytest.mark.parametrize("scheme", ["learned", "learned + rope"])
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_old_rows_stay_bit_for_bit(kind: str) -> None:
-    model = swapped(kind, "learned")
+def test_old_rows_stay_bit_for_bit(kind: str, scheme: str) -> None:
+    model = swapped(kind, scheme)
     name = next(name for name, _ in model.named_parameters() if "wpe" in name or "position_embeddings" in name)
     old = model.get_parameter(name).detach().clone()
     model, moved = trained(model, TrainableSettings("new_rows"), steps=5)

@@ -412,6 +412,17 @@ def test_a_blend_may_advance(tmp_path: Path) -> None:
     assert load(tmp_path / "checkpoint-4").config.posswap["scheme"]["weight"] == 0.6
 
 
+def test_a_blend_into_another_mechanism_is_not_resumed(tmp_path: Path) -> None:
+    rope, linear = hf_posswap.Rope(base=500.0), hf_posswap.Linear(factor=2)
+    trainer(patch_model(tiny("gpt2"), hf_posswap.Blend(rope, 0.2)), tmp_path, PosswapCallback()).train()
+    for new in (linear, hf_posswap.Rope(base=77.0)):
+        model = patch_model(tiny("gpt2"), hf_posswap.Blend(new, 0.2))
+        with pytest.raises(TrainingError, match=r"blend.*rope.*blend"):
+            trainer(model, tmp_path, PosswapCallback(), max_steps=6).train(resume_from_checkpoint=True)
+    model = patch_model(tiny("gpt2"), hf_posswap.Blend(rope, 0.7))
+    trainer(model, tmp_path, PosswapCallback(), max_steps=6).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_that_was_written_without_the_swap_is_refused(tmp_path: Path) -> None:
     class Careless(Trainer):
         def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

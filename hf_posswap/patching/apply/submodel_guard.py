@@ -1,8 +1,9 @@
 """Refusing to save a model of which only a submodel was swapped: the outer config has no record of the swap.
 
-A submodel (`lm.model`, `clip.vision_model`) may be swapped and saved separately. The outer model would be saved with
-its own config, without the record, and load as if there had been no swap. A module does not know its parent; but
-`state_dict` passes every module its path, and the caller is on the call stack.
+A submodel (`lm.model`, `clip.vision_model`) may be swapped and saved separately, and two models may share a body of
+which one was swapped. The other model would be saved with its own config, without the record, and load as if there had
+been no swap. A module does not know its parent; but `state_dict` passes every module its path, and the caller is on the
+call stack.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def guard_saving(model: nn.Module) -> RemovableHandle:
-    """Make every transformers model around a swapped `model` refuse to be saved, and return a handle that undoes this.
+    """Make every other model with the body of a swapped `model` refuse to be saved; return a handle that undoes this.
 
     Refused are `save_pretrained`, and with it `push_to_hub`, and saving by a Trainer. A plain `state_dict()` works as
     usual, as does saving by wrappers that are not transformers models (PEFT, DDP, torch.compile,
@@ -35,14 +36,16 @@ def guard_saving(model: nn.Module) -> RemovableHandle:
     Args:
         model: a transformers model that carries a swap.
     """
-    return model.register_state_dict_pre_hook(refuse_whole)
+    body = getattr(model, "base_model", model)
+    assert isinstance(body, nn.Module)
+    return body.register_state_dict_pre_hook(refuse_whole)
 
 
 def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Refuse to give the weights of a swapped `submodel` to an outer model that is being saved.
+    """Refuse to give the weights of `submodel` to a model that is being saved without the record of its swap.
 
     Args:
-        submodel: the model that carries the swap.
+        submodel: the model that carries the swap, or its body.
         prefix: of the names of its weights; "": `state_dict` was called on the submodel itself.
         keep_vars: whether the weights keep their gradients.
 
@@ -54,8 +57,15 @@ def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
     whole = _saved_around(submodel)
     if whole is None:
         return
-    path = next(path for path, module in whole.named_modules() if module is submodel)
-    inner, outer = type(submodel).__name__, type(whole).__name__
+    outer, carrier = type(whole).__name__, _carrier_in(whole, submodel)
+    path = next(path for path, module in whole.named_modules() if module is (carrier or submodel))
+    if carrier is None:
+        raise UnsupportedSwapError(
+            f"{path!r} of this {outer} belongs to another model too, which carries a swap, and {outer} would be saved "
+            "without a record of it: it would load as a model that was never swapped. What works: saving the model "
+            "that was swapped; or unpatch_model on that one before."
+        )
+    inner = type(carrier).__name__
     raise UnsupportedSwapError(
         f"{path!r} of this {outer} carries a separate swap, and {outer} would be saved without a record of it: it "
         f"would load as a model that was never swapped. What works: unpatch_model on that {inner} and "
@@ -66,11 +76,22 @@ def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _saved_around(submodel: nn.Module) -> PreTrainedModel | None:
     """Return the outermost transformers model being saved that contains `submodel` and lacks its record; or None."""
-    record = getattr(submodel.config, "posswap", None)
     savers = [_saved_by(frame, submodel) for frame in _frames()]
-    found = [saver for saver in savers if saver is not None]
-    without_record = [saver for saver in found if getattr(saver.config, "posswap", None) != record]
+    without_record = [saver for saver in savers if saver is not None and not _records(saver, submodel)]
     return without_record[-1] if without_record else None
+
+
+def _records(saver: PreTrainedModel, submodel: nn.Module) -> bool:
+    """Return whether the config of `saver` has the record of the swap of `submodel` inside it."""
+    carrier = _carrier_in(saver, submodel)
+    return carrier is not None and getattr(saver.config, "posswap", None) == getattr(carrier.config, "posswap", None)
+
+
+def _carrier_in(whole: nn.Module, submodel: nn.Module) -> PreTrainedModel | None:
+    """Return the innermost model in `whole`, or it itself, with the swap of `submodel`; None: that is another model."""
+    carriers: list[Any] = [module for module in whole.modules() if "_posswap" in vars(module)]
+    around = [carrier for carrier in carriers if any(module is submodel for module in carrier.modules())]
+    return around[-1] if around else None
 
 
 def _frames() -> Iterator[FrameType]:

@@ -253,11 +253,19 @@ def _needs_attention(context: SwapContext, rotary: PlanDraft) -> bool:
 
 def _refuse_blend_inside(context: SwapContext) -> None:
     scheme, stack = context.scheme, context.stack
-    if isinstance(scheme, Blend) and stack.inside is not None:
+    if not isinstance(scheme, Blend):
+        return
+    if stack.inside is not None:
         native = native_scheme(stack.inside, context.geometry).name
         raise UnsupportedSwapError(
             f"{scheme.name} cannot combine with the native {native} inside the attention of "
             f"{context.model_name}, which is either on or off. What works: {scheme.new.name} without blend."
+        )
+    if stack.rotary and replace(context, scheme=scheme.new).replaced_types != context.replaced_types:
+        raise UnsupportedSwapError(
+            f"{scheme.name} fades one set of angles, and layers of {context.model_name} turn by several: only those of "
+            f"type {', '.join(context.replaced_types)} would fade, and {scheme.new.name} replaces the rotation of all. "
+            f"What works: {scheme.new.name} without blend, or a blend into a rotation (rope, yarn)."
         )
 
 

@@ -172,7 +172,7 @@ def refuse_other_input(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     Raises:
         UnsupportedSwapError: the scheme does not suit; the message says what works.
     """
-    for inner in _all_in(scheme):
+    for inner in all_in(scheme):
         if stack.inputs not in inner.inputs:
             takes, suits = _DOES[stack.inputs], _DOES[inner.inputs[0]]
             works = _FOR_TEXT if stack.inputs == "text" else ", ".join(schemes_for("images"))
@@ -207,7 +207,7 @@ def refuse_no_table(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     Raises:
         UnsupportedSwapError: it is one, whatever its length.
     """
-    tables = [inner.table_part for inner in _all_in(scheme) if inner.table_part is not None]
+    tables = [inner.table_part for inner in all_in(scheme) if inner.table_part is not None]
     if tables and stack.table is None:
         raise UnsupportedSwapError(
             f"{tables[0].name} needs a position table, and {type(model).__name__} has none. What works: "
@@ -224,7 +224,7 @@ def refuse_two_sided(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     if stack.geometry.causal or not scheme.traits.causal_only or stack.inputs == "images":
         return
     whole = type(model).__name__
-    needing = [inner.name for inner in _all_in(scheme) if inner.traits.causal_only]  # what combines schemes comes first
+    needing = [inner.name for inner in all_in(scheme) if inner.traits.causal_only]  # what combines schemes comes first
     given = f'"{scheme.name}"' if len(needing) == 1 else "the same scheme"
     raise UnsupportedSwapError(
         f"{needing[-1]} needs a causal model; {f'the {stack.name} of ' if stack.name else ''}{whole} sees both sides. "
@@ -233,7 +233,7 @@ def refuse_two_sided(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     )
 
 
-def _all_in(scheme: Scheme) -> Iterator[Scheme]:
+def all_in(scheme: Scheme) -> Iterator[Scheme]:
     """Yield `scheme` and every scheme inside it."""
     pending: list[object] = [scheme]
     while pending:

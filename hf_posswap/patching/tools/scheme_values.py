@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hf_posswap.compat.peft_wrappers import original_of, trained_copies_of
-from hf_posswap.errors import NotPatchedError, SchemeError
+from hf_posswap.compat.peft_wrappers import copy_for, is_adapted, original_of, trained_copies_of
+from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import Edit
+from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable
+from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable, rows_name
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.blend import Blend
 from hf_posswap.schemes.layered import RNoPE
@@ -34,7 +35,7 @@ def set_blend(model: nn.Module, weight: float) -> None:
     """Set the weight of the new mechanism in a model patched with `blend`, and update the record in its config.
 
     Args:
-        model: a model patched with `blend` (or a PEFT model around one).
+        model: a model patched with `blend`, in one of its stacks or in both (or a PEFT model around one).
         weight: w, in [0, 1]: at 0 the model is exactly the old one, at 1 exactly the new one.
 
     Raises:
@@ -57,22 +58,24 @@ def set_blend(model: nn.Module, weight: float) -> None:
     moved = {name: dataclasses.replace(blend, weight=weight) for name, blend in blends.items()}  # which checks it
     checked = [blend.weight for blend in moved.values()][-1]
     for edit in plan.edits:
-        _move(target, edit, checked)
-    _set_schemes(target, dict(moved))
+        if edit.stack in moved:
+            _move(target, edit, checked)
+    _set_schemes(target, plan.schemes | moved)
 
 
 @alone()  # for the whole function: between its two swaps there is no mechanism
 def finish_blend(model: M, *, max_length: int | None = None) -> M:
-    """Keep only the new mechanism, with its trained parameters, and return the model.
+    """Keep only the new mechanism, with its trained parameters, frozen ones frozen, and return the model.
 
     Args:
-        model: a model whose blend has weight 1.
+        model: a model whose blend has weight 1, in each stack that has one.
         max_length: positions it is meant for afterwards, in tokens; None: as in `patch_model`.
 
     Raises:
         NotPatchedError: the model carries no blend.
         SchemeError: the weight is not 1 yet.
-        UnsupportedSwapError, ModelInUseError: inference mode is on, or the model is in use, as `patch_model`.
+        UnsupportedSwapError, ModelInUseError: inference mode is on, or the model is in use, as `patch_model`; or PEFT
+            trains a copy of the table.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -85,17 +88,30 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     """
     target = unwrap(model)
     plan, blends = _blend_plan(target)
-    scheme = list(blends.values())[-1]  # of the main stack
-    if scheme.weight != 1.0:
+    scheme = list(blends.values())[-1]  # of the main stack, if it has one
+    least = min(blend.weight for blend in blends.values())
+    if least != 1.0:
         raise SchemeError(
-            f"the blend is at weight {scheme.weight:g}: ending it now would change the outputs abruptly; "
+            f"the blend is at weight {least:g}: ending it now would change the outputs abruptly; "
             "call set_blend(model, 1.0) first."
         )
-    learned = {name: tensor.detach().clone() for name, tensor in _new_tensors(target, plan).items()}
+    tables = [edit.path for edit in plan.edits if isinstance(edit, BlendTable | ReplaceTable)]
+    adapted = [path for path in tables if is_adapted(target.get_submodule(path))]
+    if adapted:
+        raise UnsupportedSwapError(
+            f"PEFT trains a copy of {adapted[0]!r} in full, and the end of a blend writes new rows into that table. "
+            "What works: model = model.merge_and_unload(), and finish_blend(model) then."
+        )
+    learned = {
+        key: stored(module, name).detach().clone().requires_grad_(getattr(module, name).requires_grad)
+        for key, (module, name) in _new_tensors(target, plan).items()
+    }
     unpatch_model(model)
     try:
-        length = max_length or (plan.max_length if scheme.old == "rotary" else None)
-        new = dataclasses.replace(plan, schemes={name: blend.new for name, blend in blends.items()}).choice
+        own = plan.max_length if scheme.old == "rotary" else None
+        length = own if max_length is None else max_length
+        ended = {name: blend.new for name, blend in blends.items()}
+        new = dataclasses.replace(plan, schemes=plan.schemes | ended).choice
         patch_model(model, new, **plan.record.arguments | {"max_length": length})
     except BaseException:
         patch_model(model, plan.choice, **plan.record.arguments)
@@ -116,7 +132,7 @@ def _blend_plan(target: object) -> tuple[SwapPlan, dict[str, Blend]]:
     patch = getattr(target, "_posswap", None)
     schemes: dict[str, Scheme] = {} if patch is None else patch.plan.schemes
     blends = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Blend)}
-    if patch is None or len(blends) < len(schemes):
+    if patch is None or not blends:
         carried = "no swap" if patch is None else patch.plan.named
         raise NotPatchedError(f"{type(target).__name__} carries {carried}: patch_model(model, Blend(...)) first.")
     return patch.plan, blends
@@ -129,29 +145,39 @@ def _move(model: Any, edit: Edit, weight: float) -> None:
         for mechanism in {carried, original_of(carried), *trained_copies_of(carried)}:
             mechanism.weight = weight
     elif isinstance(edit, BlendTable):
-        model.get_submodule(edit.path).share = weight
+        table = model.get_submodule(edit.path)
+        for blended in (original_of(table), *trained_copies_of(table)):
+            blended.share = weight
 
 
-def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of the new mechanism: a table's rows, and parameters inside attention."""
-    tensors: dict[str, torch.Tensor] = {}
+def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[nn.Module, str]]:
+    """Return where the trained tensors of the new mechanism are, rows of a table and parameters: module and name."""
+    places: dict[str, tuple[nn.Module, str]] = {}
     for edit in plan.edits:
+        if not isinstance(edit, AddMechanism | BlendTable | ReplaceTable):
+            continue
+        module = model.get_submodule(edit.path)
         if isinstance(edit, AddMechanism):
-            carried = model.get_submodule(edit.path)
-            learning = carried.new if isinstance(plan.scheme, Blend) else carried
-            parameters = dict(learning.named_parameters()) if learning is not None else {}
-            tensors |= {f"{edit.path}.{name}": parameter for name, parameter in parameters.items()}
-        elif isinstance(edit, BlendTable) and model.get_submodule(edit.path).new is not None:
-            tensors[edit.path] = model.get_submodule(edit.path).new
+            active: Any = copy_for(module, None)
+            learning = active.new if isinstance(edit.scheme, Blend) else active
+            for path, part in () if learning is None else learning.named_modules():
+                places |= {
+                    f"{edit.path}.{path}.{name}": (part, name) for name, _ in part.named_parameters(recurse=False)
+                }
+        elif isinstance(edit, BlendTable) and module.new is not None:
+            places[edit.path] = module, "new"
         elif isinstance(edit, ReplaceTable):
-            tensors[edit.path] = model.get_submodule(edit.path).weight[edit.offset :]
-    return tensors
+            places[edit.path] = module, rows_name(module)
+    return places
 
 
-def _fill(into: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+def _fill(into: dict[str, tuple[nn.Module, str]], values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, value in values.items():
-            into[name].copy_(value)
+        for key, value in values.items():
+            tensor = getattr(*into[key])
+            rows = tensor if tensor.shape == value.shape else tensor[-len(value) :]  # others are before position 0
+            rows.copy_(value)
+            tensor.requires_grad_(value.requires_grad)
 
 
 def logit_scale_of(model: PreTrainedModel) -> float:
@@ -203,7 +229,7 @@ def _plan_with_scale(model: PreTrainedModel) -> tuple[SwapPlan, NoPE | RNoPE, fl
     if patch is None or not isinstance(scheme, NoPE | RNoPE) or scheme.logit_scale is None:
         carried = "no swap" if scheme is None else str(scheme)
         raise NotPatchedError(
-            f"{type(target).__name__} carries {carried}: it has no logit scale. Patch it with NoPE(logit_scale=0.0) or "
-            "RNoPE(logit_scale=0.0), which is nope or rnope with a scale that can be set."
+            f"{type(target).__name__} carries {carried}: no logit scale of it can be set. Patch it with "
+            "NoPE(logit_scale=0.0) or RNoPE(logit_scale=0.0), each by itself: their scale can."
         )
     return patch.plan, scheme, scheme.logit_scale

@@ -21,9 +21,10 @@ from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.edits.restore import device_of, stored
+from hf_posswap.patching.plan.preconditions import all_in
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
-from hf_posswap.patching.sites.attention.native import CopyRows, native_scheme
+from hf_posswap.patching.sites.attention.native import CopyRows, RemoveRows, native_scheme
 from hf_posswap.patching.sites.attention.positions import PassPositionIds
 from hf_posswap.patching.sites.embedding.table_edits import ReplaceTable, rows_name
 from hf_posswap.patching.sites.rotary.edits import NeutraliseRotary, RebuildRotary
@@ -183,7 +184,11 @@ def _features(model: PreTrainedModel, generator: torch.Generator) -> Tensor | No
 
 def _shift(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: Noise) -> str:
     """Shift all positions together: nothing may change under relative schemes, and something must under a table."""
-    room = min(stack.geometry.original_length for stack in plan.sites.stacks) - probe.ids.shape[1]
+    lengths = [stack.geometry.original_length for stack in plan.sites.stacks]
+    for each in (inner for scheme in plan.schemes.values() for inner in all_in(scheme)):
+        if getattr(each, "length_dependent", False):  # beyond its own original length it turns by other angles
+            lengths.append(each.filled("original_length"))
+    room = min(lengths) - probe.ids.shape[1]
     if room < 1:
         return "not run: the original length leaves no room"
     by, schemes = min(room, 64), plan.schemes.values()
@@ -277,10 +282,8 @@ def is_kept(model: PreTrainedModel, swap: AppliedSwap, stack: Stack, positions: 
         rows = min(len(before), len(now))
         return torch.equal(before[:rows].to(now), now[:rows])
     if stack.inside is not None:
-        learned = stack.inside["name"] == "t5"
-        carried_over = not learned or any(isinstance(e, CopyRows) for e in plan.edits if e.stack == stack.name)
         return (
-            carried_over
+            (stack.inside["name"] != "t5" or _holds_native_rows(model, swap, stack))
             and stack.table is None
             and _same_inside(scheme, native_scheme(stack.inside, geometry), geometry)
         )
@@ -295,6 +298,17 @@ def is_kept(model: PreTrainedModel, swap: AppliedSwap, stack: Stack, positions: 
     else:
         schemes = {scheme.new if isinstance(scheme, Blend) else scheme}
     return all(_same_angles(native, each, stack) for native in natives for each in schemes)
+
+
+def _holds_native_rows(model: PreTrainedModel, swap: AppliedSwap, stack: Stack) -> bool:
+    """Return whether a table of the scheme of `stack` has the rows from which the same was made natively, untrained."""
+    copies = [edit for edit in swap.plan.edits if isinstance(edit, CopyRows) and edit.stack == stack.name]
+    for edit in copies:
+        before = swap.saved_of(RemoveRows, edit.source)["child"].weight
+        now = stored(model.get_submodule(edit.carried), "table")
+        if not torch.equal(before.to(now), now):
+            return False
+    return bool(copies)
 
 
 def _at_work(scheme: Scheme, model: nn.Module, swap: AppliedSwap, stack: Stack, positions: Tensor) -> Scheme:

@@ -298,3 +298,21 @@ def test_a_second_swap_inside_a_swapped_whole_is_not_saved_with_the_record_of_th
     patch_model(whole.model, "alibi")
     with refused(whole, "model"):
         whole.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "kerple", "native + ssmax", "yarn:factor=2"])
+def test_another_model_around_the_same_body_is_not_saved_as_if_it_had_no_swap(scheme: str, tmp_path: Path) -> None:
+    ids = torch.arange(5, 25)[None]
+    model, other = (tiny_model("LlamaForCausalLM", meta=False) for _ in range(2))
+    expected, folder = other(ids).logits, tmp_path / "other"
+    other.model = model.model
+    patch_model(model, scheme)
+    for save in (hf_posswap.save, lambda saved, folder: saved.save_pretrained(folder)):
+        with pytest.raises(UnsupportedSwapError, match="'model' of this LlamaForCausalLM belongs to another model too"):
+            save(other, folder)
+        assert not list(folder.glob("*.safetensors"))
+    hf_posswap.save(model, tmp_path / "swapped")
+    assert torch.equal(hf_posswap.load(tmp_path / "swapped")(ids).logits, model(ids).logits)
+    unpatch_model(model)
+    other.save_pretrained(folder)
+    assert torch.equal(type(other).from_pretrained(folder)(ids).logits, expected)

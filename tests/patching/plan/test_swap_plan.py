@@ -61,6 +61,14 @@ def test_a_plan_needs_no_weights(name: str) -> None:
     assert snapshot(meta) == before
 
 
+@pytest.mark.parametrize("scheme", ["dynamic:factor=2", "yarn:factor=2", "native + ssmax", "rope + kerple"])
+def test_a_plan_is_the_same_where_meta_is_the_default_device(scheme: str) -> None:
+    real = build("llama")
+    with torch.device("meta"):
+        plan = plan_swap(type(real)(real.config), scheme)
+    assert plan == plan_swap(real, scheme)
+
+
 def test_a_plan_prints_as_a_table_of_its_edits() -> None:
     text = str(plan_swap(build("gpt2"), "rope", max_length=128))
     lines = text.splitlines()

@@ -15,7 +15,7 @@ from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.sites.attention.edits import PositionHook, StartHook
 from hf_posswap.patching.sites.embedding.table_edits import LengthHook
-from hf_posswap.schemes import native
+from hf_posswap.schemes import Blend, LongRope, Rope, SSMax, native
 from hf_posswap.testing.contract.points.gradients import with_lora
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
@@ -204,6 +204,29 @@ def test_a_trained_cast_or_adapted_model_still_verifies(scheme: str) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     verify_swap(model)
     verify_swap(model.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", ["t5", "native + nope:logit_scale=0.3", "native + kerple"])
+def test_the_models_own_learned_bias_still_verifies_once_it_is_trained(scheme: str) -> None:
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
+    patch_model(model, scheme)
+    assert verify_swap(model)
+    tables = [parameter for name, parameter in model.named_parameters() if name.endswith("table")]
+    with torch.no_grad():
+        for table in tables:
+            table.add_(torch.randn_like(table))
+    assert len(tables) == 2
+    assert verify_swap(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("original_length", [8, 16])
+def test_angles_that_change_at_a_shorter_length_than_the_models_verify(name: str, original_length: int) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i / 3 for i in range(8)], "factor": 2.0}
+    longrope = LongRope(**factors, original_length=original_length)
+    for scheme in (longrope, longrope + SSMax(), {0: longrope, 1: Rope()}, Blend(new=Rope(base=500.0), weight=0.5)):
+        assert verify_swap(patch_model(build(name), scheme))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

@@ -298,7 +298,7 @@ def _refuse_altered(model: PreTrainedModel, stack: Stack, scheme: Scheme, mechan
 
 
 def refuse_without_effect(model: PreTrainedModel, stack: Stack, scheme: Scheme, reached: list[int]) -> None:
-    """Refuse a scheme by layer that names a layer without rotation, or that would change nothing.
+    """Refuse a scheme by layer that names a layer which it does not reach, or that would change nothing.
 
     Args:
         model: on any device.
@@ -311,28 +311,42 @@ def refuse_without_effect(model: PreTrainedModel, stack: Stack, scheme: Scheme, 
     """
     if not isinstance(scheme, Layered) or len(reached) == len(stack.attention):
         return
-    named = dict(scheme.layers) if isinstance(scheme, PerLayer) else {}
+    chosen = getattr(scheme, "layers", None) or ()
+    named = {layer: scheme.of_layer(layer) for layer in (dict(chosen) if isinstance(scheme, PerLayer) else chosen)}
+    works, whole = f"What works: layers {', '.join(map(str, reached))}", type(model).__name__
     ignored = [
         layer for layer, layer_scheme in named.items() if layer in stack.nope_layers and layer_scheme.acts_inside
     ]
     if ignored:
         raise UnsupportedSwapError(
-            f"{scheme.name} names layer {ignored[0]}, which does not rotate in {type(model).__name__}: a scheme "
-            f"replaces a rotation. What works: layers {', '.join(map(str, reached))}."
+            f"{scheme.name} names layer {ignored[0]}, which does not rotate in {whole}: a scheme replaces a rotation. "
+            f"{works}."
         )
     if all(_is_as_before(scheme.of_layer(layer), stack.geometry) for layer in reached):
         raise UnsupportedSwapError(
-            f"{scheme.name} would change nothing: in {type(model).__name__} only the layers that "
+            f"{scheme.name} would change nothing: in {whole} only the layers that "
             f"{'rotate' if stack.nope_layers else 'see all tokens'} ({', '.join(map(str, reached)) or 'none'}) take "
             "another rotation, and for those it says the one they have. What works: another scheme in one of them."
+        )
+    kept = [
+        layer
+        for layer, layer_scheme in named.items()
+        if layer not in (*reached, *stack.nope_layers) and not _is_as_before(layer_scheme, stack.geometry)
+    ]
+    if kept:
+        raise UnsupportedSwapError(
+            f"{scheme.name} names layer {kept[0]}, which keeps its own rotation in {whole}: it sees only the last "
+            f"tokens, and a scheme that rotates in any layer replaces only the rotation of layers that see all. {works}"
+            ", and a default for the others; or schemes that rotate in no layer, which replace it in all."
         )
 
 
 def _is_as_before(scheme: Scheme, geometry: Geometry) -> bool:
     """Return whether `scheme` turns q and k as the native rotary does."""
-    if not isinstance(scheme, RotaryScheme) or not scheme.only_rotates or geometry.frequencies is None:
+    if not isinstance(scheme, RotaryScheme) or not scheme.is_fixed or geometry.frequencies is None:
         return False
-    angles, native_inv_freq = scheme.angles(geometry), torch.tensor(geometry.frequencies)
+    angles = scheme.angles(geometry)
+    native_inv_freq = torch.tensor(geometry.frequencies, dtype=torch.float32, device="cpu")
     same = scheme.layout == (geometry.layout or scheme.layout) and angles.inv_freq.shape == native_inv_freq.shape
     factor = abs(angles.attention_factor - geometry.attention_factor) < 1e-6
     return same and factor and torch.allclose(angles.inv_freq, native_inv_freq, rtol=1e-5, atol=0)

@@ -165,8 +165,8 @@ class ReplaceTable(TouchesModule):
 
 
 def rows_name(embedding: nn.Module) -> str:
-    """Return the name of the parameter with the rows of a table, which may be inside a blend."""
-    return "old" if isinstance(embedding, BlendedTable) else "weight"
+    """Return the name of the parameter with the rows of a table, which may be inside a blend, and wrapped by PEFT."""
+    return "old" if isinstance(original_of(embedding), BlendedTable) else "weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +204,21 @@ class BlendTable(PluginOnly, TouchesModule):
         return nn.Parameter(new) if self.scheme.trainable else new
 
     def undo(self, model: PreTrainedModel, saved: Saved) -> None:
-        """Restore the old table with its current weights."""
-        blended = model.get_submodule(self.path)
-        if isinstance(blended, BlendedTable):
-            blended.native.weight = blended.old
-            replace_everywhere(model, self.path, blended.native)
+        """Restore the old table with its current weights, and each copy of it that PEFT trains."""
+        table = model.get_submodule(self.path)
+        for path, blended in list(table.named_modules(prefix=self.path)):
+            if isinstance(blended, BlendedTable):
+                blended.native.weight = blended.old
+                replace_everywhere(model, path, blended.native)
 
     def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
-        if not isinstance(module, BlendedTable):
-            return "the table is not in the blend"
-        return None if module.share == self.share else f"the blend has weight {module.share} instead of {self.share}"
+        for blended in (original_of(module), *trained_copies_of(module)):
+            if not isinstance(blended, BlendedTable):
+                return "the table is not in the blend"
+            if blended.share != self.share:
+                return f"the blend has weight {blended.share} instead of {self.share}"
+        return None
 
     def with_scheme(self, scheme: Scheme) -> Self:
         return replace(self, share=scheme.weight) if isinstance(scheme, Blend) else self

@@ -16,6 +16,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.families.measuring import rounds
 from hf_posswap.families.rope_config import (
     BY_TYPE,
+    FOLLOW_LENGTH,
     buffer_name,
     config_at,
     factor_of,
@@ -161,8 +162,12 @@ def follows_config(module: nn.Module, config: PreTrainedConfig) -> bool:
     Some families build it from an altered copy of the config; those must not be rebuilt from the config itself.
     """
     new = rebuilt(module, config)
-    for name in inv_freq_names(new):
+    for rope_set, name in zip(rope_sets(new), inv_freq_names(new), strict=True):
         actual, expected = getattr(module, name, None), getattr(new, name)
+        if (
+            parameters_of(config, rope_set).get("rope_type") in FOLLOW_LENGTH
+        ):  # `actual` is of the last text it has seen
+            actual = getattr(module, name.replace("inv_freq", "original_inv_freq"), actual)
         if actual is None or not rounds(actual, expected):  # a model that was cast has lost digits
             return False
     return True
@@ -198,8 +203,10 @@ def _matches_beyond(module: nn.Module, scheme: RotaryScheme, geometry: Geometry,
     config: Any = module.config
     length = 3 * geometry.original_length
     rope_type = parameters_of(config, rope_set)["rope_type"]
-    stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
-    return torch.allclose(stock, scheme.angles(geometry, torch.tensor([length])).inv_freq, rtol=1e-5, atol=0)
+    with torch.device("cpu"):  # a skeleton may be planned where the default is meta
+        stock, _ = rope_function(rope_type)(config, "cpu", seq_len=length, layer_type=rope_set or None)
+        expected = scheme.angles(geometry, torch.tensor([length])).inv_freq
+    return torch.allclose(stock, expected, rtol=1e-5, atol=0)
 
 
 def turns_nothing(module: nn.Module) -> bool:
