@@ -10,7 +10,7 @@ from typing import Any
 from hf_posswap.plotting.styles import SLIDING, sign_of
 from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
 from hf_posswap.report.looks import model_numbers
-from hf_posswap.report.results import DifferenceRow, ModelEntry, Needles, Results
+from hf_posswap.report.results import DifferenceRow, ModelEntry, Results
 from hf_posswap.report.words import (
     TASKS_KEPT,
     common_gaps,
@@ -19,6 +19,7 @@ from hf_posswap.report.words import (
     kept_text,
     own_gaps,
     scores_by_length,
+    share_found,
     task_scores,
     with_tasks_kept,
 )
@@ -186,11 +187,6 @@ def _perplexities(model: ModelEntry, lengths: Sequence[int]) -> list[str]:
     return cells
 
 
-def _passkeys_found(passkey: Needles) -> str:
-    shares = [cell["share"] for cell in passkey["cells"]]
-    return f"{sum(shares) / len(shares):.0%}"
-
-
 def _sliding(rows: list[DifferenceRow]) -> str:
     last = rows[-1]
     return f"{last['difference']:+.3f} ({percent(last['difference'])}) at {last['length']}"
@@ -199,7 +195,7 @@ def _sliding(rows: list[DifferenceRow]) -> str:
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("far context", "far_context", lambda far: f"{far_change(far)['difference']:+.3f}, {far['verdict']}"),
     ("sliding window", "against_sliding", _sliding),
-    ("found", "passkey", _passkeys_found),
+    ("found", "passkey", lambda passkey: f"{share_found(passkey):.0%}"),
     ("effective length", "passkey", lambda passkey: str(passkey["effective_length"]["length"] or "no verdict")),
     ("within the window", "short_reg", lambda short: f"{short['loss']['difference']:+.3f}, {short['loss']['verdict']}"),
     ("tasks", "ruler_lite", lambda ruler: ", ".join(f"{n}: {score:.0%}" for n, score in task_scores(ruler).items())),

@@ -46,15 +46,12 @@ class Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if any(_is_sharded(tensor_type) for tensor_type in types):  # DTensor then runs operators on its shards
+        # DTensor then runs operators on its shards
+        if any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types):
             return NotImplemented
         if func is torch.ops.prim.device.default:  # fake tensors call it all the time
             return args[0].device
         return self.call(func, args, kwargs or {})
-
-
-def _is_sharded(tensor_type: type) -> bool:
-    return tensor_type.__name__ == "DTensor" and tensor_type.__module__.startswith("torch.distributed")
 
 
 def tensors_in(*values: object) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from hf_posswap.plotting.styles import SLIDING
 from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
@@ -151,7 +150,7 @@ def _tasks(ruler: Tasks) -> Cell:
     return Cell(f"{score:.0%}", score, f"at {length:,}")
 
 
-def _last(name: str, form: str, rows: Sequence[Mapping[str, Any]]) -> Cell:
+def _last(name: str, form: str, rows: Sequence[Mapping[str, float]]) -> Cell:
     """Return the number `name` of the longest length, written in `form`."""
     last = rows[-1]
     return Cell(form.format(last[name]), last[name], f"at {last['length']:,}")

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -89,7 +89,7 @@ def _records(saver: PreTrainedModel, submodel: nn.Module) -> bool:
 
 def _carrier_in(whole: nn.Module, submodel: nn.Module) -> PreTrainedModel | None:
     """Return the innermost model in `whole`, or it itself, with the swap of `submodel`; None: that is another model."""
-    carriers: list[Any] = [module for module in whole.modules() if "_posswap" in vars(module)]
+    carriers = [cast("PreTrainedModel", module) for module in whole.modules() if "_posswap" in vars(module)]
     around = [carrier for carrier in carriers if any(module is submodel for module in carrier.modules())]
     return around[-1] if around else None
 

@@ -402,11 +402,13 @@ class Proof:
         arguments = self.plan.record.arguments | {"max_length": longest}
         with already_tried():
             plan = plan_swap(twin, schemes.get("", schemes), **arguments)
-        for aspect, of in (("route", lambda plan: plan.route), ("edits", _edit_types)):
-            if of(plan) != of(self.plan):
-                raise UnsupportedSwapError(
-                    f"the tiny model would be swapped by other {aspect}: {of(plan)}, not {of(self.plan)}"
-                )
+        ours, theirs = (
+            sorted({f"{type(edit).__name__} {edit.stack}".strip() for edit in each.edits} - {*_PLAIN_EDITS})
+            for each in (plan, self.plan)
+        )
+        for aspect, one, other in (("route", plan.route, self.plan.route), ("edits", ours, theirs)):
+            if one != other:
+                raise UnsupportedSwapError(f"the tiny model would be swapped by other {aspect}: {one}, not {other}")
         return plan
 
     @property
@@ -428,9 +430,8 @@ def _of_replaced_layers(config: PreTrainedConfig, plan: SwapPlan) -> PreTrainedC
     return changed
 
 
-def _edit_types(plan: SwapPlan) -> list[str]:
-    plain = ("EditConfig", "SetAttribute")
-    return sorted({f"{type(edit).__name__} {edit.stack}".strip() for edit in plan.edits} - set(plain))
+_PLAIN_EDITS = ("EditConfig", "SetAttribute")
+"""Edits that a tiny model may have others of."""
 
 
 def _cut_scheme(value: object, live: Geometry, twin: Geometry, name: str = "") -> Any:
@@ -472,7 +473,11 @@ def _expectations(twin: PreTrainedModel, plan: SwapPlan) -> Expectations:
         relative=all(s.traits.relative and not _moved_beyond(s, sites.geometry) for s in schemes)
         and len(schemes) == len(sites.stacks)
         and types.isdisjoint(MOVED_BY_SHIFT),
-        sees_positions=not all(map(_is_blind, schemes)),
+        # a blend at weight 1 is what it fades into
+        sees_positions=any(
+            (scheme.new if isinstance(scheme, Blend) and scheme.weight == 1 else scheme).kind != "none"
+            for scheme in schemes
+        ),
     )
 
 
@@ -480,11 +485,6 @@ def _moved_beyond(scheme: Scheme, geometry: Geometry) -> bool:
     """Return whether the shift of a proof brings a scheme whose angles follow the length beyond the original one."""
     follows = isinstance(scheme, RotaryScheme) and scheme.length_dependent
     return follows and TOKENS + SHIFT > (getattr(scheme, "original_length", None) or geometry.original_length)
-
-
-def _is_blind(scheme: Scheme) -> bool:
-    """Return whether `scheme` in its current state uses no positions."""
-    return (scheme.new if isinstance(scheme, Blend) and scheme.weight == 1 else scheme).kind == "none"
 
 
 def _failed(twin_checks: TwinChecks, only: Collection[str] | None) -> dict[str, str]:

@@ -149,7 +149,10 @@ def prepare(
     tell(f"checking the start on {len(batch['input_ids'])} windows of {batch['input_ids'].shape[1]} tokens")
     pooling = pooling_of(recipe.model) if recipe.objective.kind in SENTENCES else None
     start = measure_start(recipe, model, batch, causal=causal, window=window, pooling=pooling)
-    recovery = _recovery(model, data, min(window, recipe.data.length)) if recovers and causal else None
+    recovery = None
+    if recovers and causal:  # held-out tokens, and the loss of the unswapped model on two documents of them
+        short = short_windows(data.held_out, min(window, recipe.data.length), data.held_out_counted)
+        recovery = short, probe(model, short, causal=True)
     fitted_to = first_windows(data.train, recipe.swap.fit, fitted_length(sites.geometry)) if recipe.swap.fit else []
     if scheme is not None:
         scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
@@ -193,12 +196,6 @@ def prepare(
         around=(len(masking.before), len(masking.after)) if masking else (0, 0),
     )
     return Prepared(model, tokenizer, data, objective, plan, window, recovery, base | data.identity, messages)
-
-
-def _recovery(model: PreTrainedModel, data: TokenData, length: int) -> tuple[dict[str, torch.Tensor], float]:
-    """Return `length` tokens of held-out documents, and the loss of the unswapped `model` on two of them."""
-    short = short_windows(data.held_out, length, data.held_out_counted)
-    return short, probe(model, short, causal=True)
 
 
 def _move_to_gpu(model: nn.Module, recipe: Recipe, launch: Launch, services: Services) -> None:
