@@ -225,7 +225,6 @@ def _plan(contexts: list[SwapContext]) -> SwapPlan:
 
 def plan_stack(context: SwapContext) -> PlanDraft:
     """Return the edits for the scheme of `context` in its stack, site by site."""
-    _refuse_blend_inside(context)
     stack, draft = context.stack, PlanDraft()
     if stack.config_name is not None:
         draft.values[stack.config_name] = stack.config_length(context.length)
@@ -233,6 +232,7 @@ def plan_stack(context: SwapContext) -> PlanDraft:
     draft += (rotary := plan_rotary(context))
     if _needs_attention(context, rotary):
         draft += plan_attention(context)
+    _refuse_blend(context)  # where nothing else refuses what it fades into
     draft += plan_longer_masks(context, draft.edits)
     relative = plan_relative(context)
     draft.adaptation = relative.adaptation or draft.adaptation or adaptation_of(context)
@@ -251,7 +251,7 @@ def _needs_attention(context: SwapContext, rotary: PlanDraft) -> bool:
     return rotary.plugin if stack.rotary else scheme.acts_inside or context.site == "attention"
 
 
-def _refuse_blend_inside(context: SwapContext) -> None:
+def _refuse_blend(context: SwapContext) -> None:
     scheme, stack = context.scheme, context.stack
     if not isinstance(scheme, Blend):
         return
