@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from hf_posswap.schemes.base import Scheme
 
 
+_SHAPE = "--heads, --dim, --window and --rope-theta"
+
+
 def explain(
     model: Annotated[
         str | None,
@@ -74,7 +77,7 @@ def explain(
     ] = None,
     dim: Annotated[int | None, typer.Option(metavar="N", help="Likewise: dimensions of a head.")] = None,
     window: Annotated[int | None, typer.Option(metavar="N", help="Likewise: original window in tokens.")] = None,
-    base: Annotated[float | None, typer.Option(metavar="X", help="Likewise: base (theta) of RoPE.")] = None,
+    rope_theta: Annotated[float | None, typer.Option(metavar="X", help="Likewise: base (theta) of RoPE.")] = None,
     gguf_file: GGUFFile = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -89,15 +92,17 @@ def explain(
 
     Example: posswap explain --html -o positions.html
 
-    Example: posswap explain --html --window 4096 --base 500000
+    Example: posswap explain --html --window 4096 --rope-theta 500000
     """
-    sizes = {"heads": heads, "dim": dim, "length": window, "base": base}
+    sizes = {"heads": heads, "dim": dim, "length": window, "base": rope_theta}
     if html:
         how = _how(max_length, site, relative)
         named = None if model is None else source_of(model, gguf_file)
         return write_explanation(named, scheme, how, out, sizes, json=json, trust_remote_code=trust_remote_code)
     if any(size is not None for size in sizes.values()):
-        raise OptionError("--heads, --dim, --window and --base give a shape to the page of --html: give that, too.")
+        raise OptionError(
+            "--heads, --dim, --window and --rope-theta give a shape to the page of --html: give that, too."
+        )
     if out is not None:
         raise OptionError(f"--out {out} is for the page of --html: give both, or neither.")
     if model is None:
@@ -272,7 +277,9 @@ def write_explanation(
         raise OptionError("--max-length, --site and --relative say how to put in a scheme: name a MODEL and one.")
     own = {name: size for name, size in sizes.items() if size is not None}
     if own and model is not None:
-        raise OptionError("the page of a MODEL has its shape: leave out --heads, --dim, --window and --base, or MODEL.")
+        raise OptionError(
+            "the page of a MODEL has its shape: leave out --heads, --dim, --window and --rope-theta, or MODEL."
+        )
     path = checked_file(out or Path(PAGE))
     chosen = None if scheme is None else make_scheme(scheme)
     source = None if model is None else source_of(model)

@@ -20,7 +20,7 @@ def test_a_page_of_schemes_needs_no_model(posswap: Posswap, tmp_path: Path) -> N
 
 def test_a_shape_of_ones_own_is_the_first_of_the_page(posswap: Posswap, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    run = posswap("explain", "--html", "--heads", 2, "--dim", 8, "--window", 24, "--base", 500, "-o", page)
+    run = posswap("explain", "--html", "--heads", 2, "--dim", 8, "--window", 24, "--rope-theta", 500, "-o", page)
     assert (run.returncode, run.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
     assert "your own: 2 heads of 8, window 24, base 500" in text
@@ -52,9 +52,9 @@ def test_a_refused_swap_is_on_the_page_and_in_the_exit_code(posswap: Posswap, be
         (("gpt2", "--html", "x.html"), "'x.html': --html takes no file, --out names it"),
         (("--html", "--max-length", "64"), "--max-length, --site and --relative say how to put in a scheme"),
         (("--html", "--heads", "0"), "heads is a whole number from 1 to 1,024; got 0"),
-        (("--html", "--base", "1"), "base is a number above 1, got 1.0"),
+        (("--html", "--rope-theta", "1"), "base (rope_theta) is a number above 1, got 1.0"),
         (("gpt2", "--html", "--dim", "8"), "the page of a MODEL has its shape: leave out --heads, --dim"),
-        (("gpt2", "--window", "8"), "--heads, --dim, --window and --base give a shape to the page of --html"),
+        (("gpt2", "--window", "8"), "--heads, --dim, --window and --rope-theta give a shape to the page of --html"),
     ],
 )
 def test_what_is_wrong_is_one_line(posswap: Posswap, arguments: tuple[str, ...], words: str) -> None:

@@ -171,7 +171,7 @@ def test_arguments_in_python_are_called_as_the_options() -> None:
     }  # fmt: skip
     elsewhere = {
         "advise": {"json", "gguf_file"},
-        "explain": {"html", "out", "json"},
+        "explain": {"html", "out", "json", "heads", "dim", "window", "rope_theta"},  # write_page takes a geometry
         "patch": {"out", "centre", "overwrite", "tokenizer", "json", "trust_remote_code"},  # load, centre_table, save
         "show": {"picture", "also", "layers", "lengths", "text", "documents", "device", "json", "trust_remote_code"},
         "search": {"text", "column", "out", "overwrite", "device", "json", "trust_remote_code"},

@@ -98,7 +98,7 @@ def sample_geometry(heads: int = 8, dim: int = 64, length: int = 512, base: floa
     if dim % 2:
         raise OptionError(f"dim must be even, because a rotary pair has two dimensions; got {dim}.")
     if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
-        raise OptionError(f"base is a number above 1, got {base!r}.")
+        raise OptionError(f"base (rope_theta) is a number above 1, got {base!r}.")
     return Geometry(
         hidden_size=heads * dim,
         num_heads=heads,
