@@ -36,7 +36,7 @@ def set_blend(model: nn.Module, weight: float) -> None:
 
     Args:
         model: a model patched with `blend`, in one of its stacks or in both (or a PEFT model around one).
-        weight: w, in [0, 1]: at 0 the model is exactly the old one, at 1 exactly the new one.
+        weight: w, in [0, 1]: at 0 the model is exactly the old one, at 1 the new one, up to rounding.
 
     Raises:
         NotPatchedError: the model carries no blend.
