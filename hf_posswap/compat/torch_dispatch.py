@@ -47,7 +47,7 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         # DTensor then runs operators on its shards
-        if any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types):
+        if any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed") for cls in types):
             return NotImplemented
         if func is torch.ops.prim.device.default:  # fake tensors call it all the time
             return args[0].device

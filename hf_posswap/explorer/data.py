@@ -129,7 +129,7 @@ class Choice:
         scheme: the scheme; its name in the registry stands for the class with its defaults.
         summary: a one-line description.
         group: one of `GROUPS`, by what its mechanism does where it is first drawn; None: it is nowhere drawn.
-        words: sentences about how it is drawn, each once.
+        sentences: how it is drawn, each once.
         reason: why it is not drawn where it was refused last.
     """
 
@@ -138,7 +138,7 @@ class Choice:
     scheme: Scheme | str
     summary: str
     group: str | None = None
-    words: dict[str, None] = dataclasses.field(default_factory=dict)
+    sentences: dict[str, None] = dataclasses.field(default_factory=dict)
     reason: str = ""
 
 
@@ -161,7 +161,7 @@ def known_choices(requested: Scheme | None = None) -> list[Choice]:
         summary = SCHEMES.get(scheme).summary if isinstance(scheme, str) else str(scheme)
         choices.append(Choice(name, number, scheme, str(summary)))
         if name in _VARIANTS:
-            choices[-1].words[f"{scheme}, {_VARIANTS[name][2]}."] = None
+            choices[-1].sentences[f"{scheme}, {_VARIANTS[name][2]}."] = None
     return sorted(choices, key=lambda choice: choice.number)
 
 
@@ -225,18 +225,18 @@ def _drawn(choice: Choice, geometry: Geometry, factor: float, pool: dict[str, in
             for name, (value, sentence) in numbers_of(subject).items() if takes(subject) else ():
                 text = json.dumps(value, allow_nan=False, ensure_ascii=False)
                 pictures[name] = [pool.setdefault(text, len(pool)), sentence]
-        kind = 1 if subject.splits else 0 if subject.rotates else 2 if subject.scheme.kind == "bias" else 3
+        group = 1 if subject.splits else 0 if subject.rotates else 2 if subject.scheme.kind == "bias" else 3
         begins = numbers.as_it_begins(subject).strip(" ()")
     except Exception as error:  # arbitrary code of a registered scheme
         registered = choice.scheme if isinstance(choice.scheme, str) else choice.scheme.name
         unforeseen = "" if isinstance(error, PosswapError) else f"{type(error).__name__}: "
         choice.reason = f"{unforeseen}{error}".removeprefix(f"{registered}: ").removeprefix(f"{registered} ")
         return {"refused": choice.reason}
-    choice.group = choice.group or GROUPS[kind]
+    choice.group = choice.group or GROUPS[group]
     if begins:
-        choice.words[f"{begins.capitalize()}."] = None
+        choice.sentences[f"{begins.capitalize()}."] = None
     if getattr(subject.scheme, "length_dependent", False):
-        choice.words["Its angles are those at the length after the swap."] = None
+        choice.sentences["Its angles are those at the length after the swap."] = None
     return {"name": subject.name, "pictures": pictures}
 
 
@@ -259,7 +259,7 @@ def _resolved(choice: Choice, geometry: Geometry, factor: float) -> Shown:
         if scheme.kind == "mixed" or refused is not None:
             mechanism = subject.scheme.mechanism(geometry) if subject.scheme.acts_inside else None
             layers = "" if mechanism is None or mechanism.for_layer(0) is mechanism else ", in the first layer"
-            choice.words[f"Drawn as {scheme}{layers}."] = None
+            choice.sentences[f"Drawn as {scheme}{layers}."] = None
         return dataclasses.replace(subject, name=subject.name.replace(subject.scheme.name, choice.name, 1))
     assert refused is not None
     raise refused

@@ -164,7 +164,12 @@ def _settings(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | No
     drawn = {choice.name: choice for choice in choices if choice.group is not None}
     return {
         "styles": [
-            {"name": name, "look": look(choice.number), "shape": shape(choice.number), "words": " ".join(choice.words)}
+            {
+                "name": name,
+                "look": look(choice.number),
+                "shape": shape(choice.number),
+                "words": " ".join(choice.sentences),
+            }
             for name, choice in drawn.items()
         ],
         "start": {
@@ -238,8 +243,8 @@ def _shapes(shapes: list[Shape]) -> Markup:
     for each in shapes:
         size = each.geometry
         turned = "a table" if size.base is None else f"base {size.base:,.10g}"
-        words = f"{each.name}: {size.num_heads} heads of {size.head_dim}, window {size.original_length:,}, {turned}"
-        chips.append(tag("label", tag("input", type="radio", name="shape", value=each.name), words))
+        text = f"{each.name}: {size.num_heads} heads of {size.head_dim}, window {size.original_length:,}, {turned}"
+        chips.append(tag("label", tag("input", type="radio", name="shape", value=each.name), text))
     return tag("fieldset", tag("legend", "Shape of the model"), tag("div", *chips, class_="chips"), id="shapes")
 
 

@@ -502,7 +502,7 @@ def test_a_shape_is_given_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
+    ("sizes", "message"),
     [
         ({"heads": 0}, "heads is a whole number from 1 to 1,024; got 0"),
         ({"dim": 3}, "dim must be even"),
@@ -514,6 +514,6 @@ def test_a_shape_is_given_once() -> None:
         ({"base": math.inf}, "base (rope_theta) is a number above 1, got inf"),
     ],
 )
-def test_sizes_that_no_model_has_are_refused(sizes: dict[str, Any], words: str) -> None:
-    with pytest.raises(hf_posswap.errors.OptionError, match=re.escape(words)):
+def test_sizes_that_no_model_has_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf_posswap.errors.OptionError, match=re.escape(message)):
         sample_geometry(**sizes)

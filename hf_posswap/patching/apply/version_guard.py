@@ -402,13 +402,18 @@ class Proof:
         arguments = self.plan.record.arguments | {"max_length": longest}
         with already_tried():
             plan = plan_swap(twin, schemes.get("", schemes), **arguments)
-        ours, theirs = (
+        edits, expected_edits = (
             sorted({f"{type(edit).__name__} {edit.stack}".strip() for edit in each.edits} - {*_PLAIN_EDITS})
             for each in (plan, self.plan)
         )
-        for aspect, one, other in (("route", plan.route, self.plan.route), ("edits", ours, theirs)):
-            if one != other:
-                raise UnsupportedSwapError(f"the tiny model would be swapped by other {aspect}: {one}, not {other}")
+        for aspect, actual, expected in (
+            ("route", plan.route, self.plan.route),
+            ("edits", edits, expected_edits),
+        ):
+            if actual != expected:
+                raise UnsupportedSwapError(
+                    f"the tiny model would be swapped by other {aspect}: {actual}, not {expected}"
+                )
         return plan
 
     @property

@@ -152,7 +152,7 @@ def _move(model: Any, edit: Edit, weight: float) -> None:
 
 def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[nn.Module, str]]:
     """Return where the trained tensors of the new mechanism are, rows of a table and parameters: module and name."""
-    places: dict[str, tuple[nn.Module, str]] = {}
+    tensors: dict[str, tuple[nn.Module, str]] = {}
     for edit in plan.edits:
         if not isinstance(edit, AddMechanism | BlendTable | ReplaceTable):
             continue
@@ -161,14 +161,14 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[nn.Module, str]]
             active: Any = copy_for(module, None)
             learning = active.new if isinstance(edit.scheme, Blend) else active
             for path, part in () if learning is None else learning.named_modules():
-                places |= {
+                tensors |= {
                     f"{edit.path}.{path}.{name}": (part, name) for name, _ in part.named_parameters(recurse=False)
                 }
         elif isinstance(edit, BlendTable) and module.new is not None:
-            places[edit.path] = module, "new"
+            tensors[edit.path] = module, "new"
         elif isinstance(edit, ReplaceTable):
-            places[edit.path] = module, rows_name(module)
-    return places
+            tensors[edit.path] = module, rows_name(module)
+    return tensors
 
 
 def _fill(into: dict[str, tuple[nn.Module, str]], values: dict[str, torch.Tensor]) -> None:
