@@ -51,7 +51,7 @@ def position_names(base: PreTrainedModel) -> list[str]:
 
 
 def _rows_of(base: PreTrainedModel, table: ReplaceTable) -> str:
-    """Return the name of the parameter with the rows of a `table`: beside another mechanism it goes by another name."""
+    """Return the name of the parameter with the rows of a `table`: it has another name where the scheme also acts inside attention."""
     return f"{table.path}.{rows_name(base.get_submodule(table.path))}"
 
 

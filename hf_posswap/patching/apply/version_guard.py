@@ -478,7 +478,7 @@ def _expectations(twin: PreTrainedModel, plan: SwapPlan) -> Expectations:
         relative=all(s.traits.relative and not _moved_beyond(s, sites.geometry) for s in schemes)
         and len(schemes) == len(sites.stacks)
         and types.isdisjoint(MOVED_BY_SHIFT),
-        # a blend at weight 1 is what it fades into
+        # a blend at weight 1 is its new scheme
         sees_positions=any(
             (scheme.new if isinstance(scheme, Blend) and scheme.weight == 1 else scheme).kind != "none"
             for scheme in schemes

@@ -232,7 +232,7 @@ def plan_stack(context: SwapContext) -> PlanDraft:
     draft += (rotary := plan_rotary(context))
     if _needs_attention(context, rotary):
         draft += plan_attention(context)
-    _refuse_blend(context)  # where nothing else refuses what it fades into
+    _refuse_blend(context)  # where nothing else refuses its new scheme
     draft += plan_longer_masks(context, draft.edits)
     relative = plan_relative(context)
     draft.adaptation = relative.adaptation or draft.adaptation or adaptation_of(context)

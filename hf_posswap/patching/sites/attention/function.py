@@ -153,8 +153,7 @@ def posswap_attention(
 def _named(memo: ForwardMemo, config: PreTrainedConfig) -> tuple[str | None, Attention | None]:
     """Return the name of the implementation that `config` names, and for sdpa the function under it.
 
-    Each layer of each step asks, and transformers answers slowly: layers of one forward that share a config are told
-    what the first was.
+    Asking transformers is slow in each layer of a step: layers of one forward that share a config share the answer.
     """
     known = memo.attends
     if known is not None and known[0] is config:
