@@ -51,7 +51,7 @@ def position_names(base: PreTrainedModel) -> list[str]:
 
 
 def _rows_of(base: PreTrainedModel, table: ReplaceTable) -> str:
-    """Return the name of the parameter with the rows of a `table`: it has another name where the scheme also acts inside attention."""
+    """Return the name of the parameter with the rows of a `table`: inside a blend it has another name."""
     return f"{table.path}.{rows_name(base.get_submodule(table.path))}"
 
 
