@@ -80,9 +80,9 @@ class PositionHook:
         hidden = hidden if tokens_first is None else tokens_first(hidden)
         memo, mechanism = self.memos.now(), self.mechanism
         standing = memo.standing
-        given = *identity_of(kwargs.get("position_ids")), hidden.shape, hidden.device, len(args)
-        if standing is None or not standing.is_of(module, mechanism, kwargs, given):
-            standing = self._standing(module, mechanism, memo, hidden, args, kwargs, given)
+        inputs = *identity_of(kwargs.get("position_ids")), hidden.shape, hidden.device, len(args)
+        if standing is None or not standing.matches(module, mechanism, kwargs, inputs):
+            standing = self._standing(module, mechanism, memo, hidden, args, kwargs, inputs)
         if memo.in_forward:
             memo.calls += 1
         call = AttentionCall(mechanism, standing.span, memo, standing.keys, paged=standing.paged)
@@ -101,7 +101,7 @@ class PositionHook:
         hidden: Tensor,
         args: tuple[object, ...],
         kwargs: Mapping[str, Any],
-        given: tuple[object, ...],
+        inputs: tuple[object, ...],
     ) -> Standing:
         """Return where the tokens `hidden` [B, Q, E] stand, and how the cache takes their keys."""
         slot_and_cache = cache_of_call(module, args, kwargs)
@@ -117,10 +117,10 @@ class PositionHook:
         keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden)
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and keys == "raw")
         span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
-        standing = Standing(mechanism, span, keys, slot, cache, paged, given)
+        standing = Standing(mechanism, span, keys, slot, cache, paged, inputs)
         if memo.in_forward and own is not None and not torch.jit.is_tracing():
             known = growing_layers(own, layer)
-            standing.layers, standing.kept = (None, None) if known is None else known
+            standing.layers, standing.layer_state = (None, None) if known is None else known
             memo.standing = standing
         return standing
 

@@ -75,10 +75,10 @@ class Standing:
         slot: place or name of the cache among the arguments; None: there is no cache.
         cache: as the layer was given it.
         paged: whether it holds many requests side by side.
-        given: position ids, and what is compared by value: how often they were written into, shape and device of its
+        inputs: position ids, and what is compared by value: how often they were written into, shape and device of its
             input, arguments without a name.
         layers: of the cache, all of which grow; None: each layer has to be looked at.
-        kept: class of the cache's layer, and shape of the keys in it, [B, G, K, D].
+        layer_state: class of the cache's layer, and shape of the keys in it, [B, G, K, D].
         view: of the cache, by which keys are written with the scheme's rotation; None: none was needed yet.
     """
 
@@ -88,13 +88,13 @@ class Standing:
     slot: int | str | None
     cache: Cache | None
     paged: bool
-    given: tuple[object, ...]
+    inputs: tuple[object, ...]
     layers: Sequence[object] | None = None
-    kept: tuple[type, torch.Size] | None = None
+    layer_state: tuple[type, torch.Size] | None = None
     view: Cache | None = None
 
-    def is_of(
-        self, module: nn.Module, mechanism: Mechanism, kwargs: Mapping[str, object], given: tuple[object, ...]
+    def matches(
+        self, module: nn.Module, mechanism: Mechanism, kwargs: Mapping[str, object], inputs: tuple[object, ...]
     ) -> bool:
         """Return whether a layer of the same forward is called alike, and its keys are as the cache left them.
 
@@ -102,16 +102,17 @@ class Standing:
             module: of attention.
             mechanism: of the layer.
             kwargs: of its call.
-            given: as the attribute.
+            inputs: as the attribute.
         """
         if self.layers is None or mechanism is not self.mechanism or not isinstance(self.slot, str):
             return False
-        if kwargs.get(self.slot) is not self.cache or given[0] is not self.given[0] or given[1:] != self.given[1:]:
+        if kwargs.get(self.slot) is not self.cache or inputs[0] is not self.inputs[0] or inputs[1:] != self.inputs[1:]:
             return False
         layer = vars(module).get("layer_idx")
-        kept = None if layer is None or layer >= len(self.layers) else self.layers[layer]
-        keys = getattr(kept, "keys", None)
-        return keys is not None and (type(kept), keys.shape) == self.kept and is_as_left(kept)
+        cache_layer = None if layer is None or layer >= len(self.layers) else self.layers[layer]
+        keys = getattr(cache_layer, "keys", None)
+        state = None if keys is None else (type(cache_layer), keys.shape)
+        return state is not None and state == self.layer_state and is_as_left(cache_layer)
 
 
 def identity_of(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:

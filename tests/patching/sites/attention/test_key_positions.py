@@ -203,7 +203,7 @@ def test_layers_that_are_called_alike_are_looked_at_once(
         asked = 0
         found = model(**inputs, **with_cache(model, cache), use_cache=True).logits
         assert asked == 1 + 2 * model.config.is_encoder_decoder  # no cache keeps what the encoder's two layers do
-        monkeypatch.setattr(Standing, "is_of", lambda *_: False)
+        monkeypatch.setattr(Standing, "matches", lambda *_: False)
         assert torch.equal(found, model(**inputs, **with_cache(model, again), use_cache=True).logits)
     assert asked > 2
 
