@@ -377,6 +377,7 @@ def _shared(setting: Setting, tokens: int, step: int) -> list[str]:
     steps = tokens // step
     source = source_settings(setting.train).replace("}", f", documents: {setting.train_documents}}}")
     on_gpu = setting.model.device.type == "cuda"
+    mixed = setting.model.dtype == torch.bfloat16
     return [
         f"model.name={Path(checkpoint_of(setting.base))}",
         source,
@@ -389,7 +390,7 @@ def _shared(setting: Setting, tokens: int, step: int) -> list[str]:
         "training.gradient_accumulation_steps=1",
         "training.save_strategy='no'",
         "training.lr_scheduler_type=cosine",
-        f"training.bf16={'true' if on_gpu else 'false'}",
+        f"training.bf16={'true' if mixed else 'false'}",
         f"training.use_cpu={'false' if on_gpu else 'true'}",
     ]
 
