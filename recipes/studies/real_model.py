@@ -312,15 +312,16 @@ def beyond(
             f"--length is a multiple of {BLOCK} beyond the window of {setting.window} tokens, got {length}."
         )
     readers = setting.wanted(READERS, only)
-    head = setting.head("beyond", context) | {"length": length, "block": BLOCK, "tokens": tokens}
-    results = Results(out / f"beyond-{length // 1024}k.json", head, ("model", "dtype", "length", "block", "tokens"))
+    head = setting.head("beyond", context) | {"length": length, "block": BLOCK}
+    results = Results(out / f"beyond-{length // 1024}k.json", head, ("model", "dtype", "length", "block"))
     for reader in readers:
-        missing = results.missing([{"reader": reader.name, "document": digest} for digest in setting.texts.digests])
+        own = {"reader": reader.name} | ({} if reader.recipe is None else {"tokens": tokens})
+        missing = results.missing([own | {"document": digest} for digest in setting.texts.digests])
         if not missing:
             continue
         with _reading(setting, reader, length, tokens) as model:
             for number in missing:
-                named = {"reader": reader.name, "document": setting.texts.digests[number]}
+                named = own | {"document": setting.texts.digests[number]}
                 ids = setting.texts.tokens[number][None]
                 results.add(named, functools.partial(_blocks, model, reader, ids, setting.window))
     draw_beyond(head | {"units": results.units}, results.path.with_suffix(".png"))

@@ -81,8 +81,8 @@ def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
     ranges = [(start, stop) for start, stop in ranges if start // block < stop // block]
     names = [f"{start // 1024}-{stop // 1024}k" for start, stop in ranges]
     lines = [
-        f"The first {length} tokens of documents of {result['texts']}, nats a token by position. "
-        f"{intervals_said(result)} Trained ones read {result['tokens']:,} tokens.",
+        f"The first {length} tokens of documents of {result['texts']}, nats a token by position. After: tokens of training. "
+        f"{intervals_said(result)}",
         "",
         *_head(["reader", "documents", *names]),
     ]
@@ -90,7 +90,7 @@ def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
         means = np.stack(list(losses.values()))  # [N, blocks]
         shown = (f"{means[:, start // block : stop // block].mean():.3f}" for start, stop in ranges)
         lines.append(_row([name, str(len(losses)), *shown]))
-    for other in (BASE, SLIDING, CONTROL):
+    for other in (BASE, SLIDING, *(name for name in books if name.startswith(CONTROL))):
         if other not in books:
             continue
         lines += ["", f"Less the {other}, on the same documents; below 0 is better:", ""]
@@ -293,10 +293,11 @@ def _served(result: Mapping[str, Any], units: Units) -> list[str]:
 
 
 def by_reader(units: Units) -> dict[str, dict[str, np.ndarray]]:
-    """Return the blocks of each document, by reader and document."""
+    """Return the blocks of each document, by reader, with the tokens that it was trained on, and document."""
     grouped: dict[str, dict[str, np.ndarray]] = {}
     for unit in units:
-        grouped.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
+        name = f"{unit['reader']}, after {unit['tokens']:,}" if "tokens" in unit else unit["reader"]
+        grouped.setdefault(name, {})[unit["document"]] = np.array(unit["nll"])
     return grouped
 
 

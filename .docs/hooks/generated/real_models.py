@@ -41,9 +41,7 @@ def _by_length(length: int) -> str:
 
 
 def _rows(units: Sequence[dict[str, Any]], ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[str]]:
-    books: dict[str, dict[str, np.ndarray]] = {}
-    for unit in units:
-        books.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
+    books = by_reader(units)
     least = books[_SLIDING]
     means = np.stack(list(least.values()))
     yield (f"the {_SLIDING}'s loss", str(len(means)), *(f"{means[:, a:b].mean():.3f}" for a, b in ranges))
