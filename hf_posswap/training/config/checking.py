@@ -58,7 +58,6 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         "swap.centre": swap.centre,
         "swap.fit": swap.fit > 0,
         "swap.gradual_steps": swap.gradual_steps > 0,
-        "trainable.what": recipe.trainable.what in ("positions", "new_rows"),
         "objective.kind": recipe.objective.kind in ("distill", "embedding"),
         "stages": bool(recipe.stages),
     }

@@ -12,6 +12,7 @@ import torch
 
 from hf_posswap.checkpoints.load import adapter_source, load
 from hf_posswap.compat.transformers_attention import attention_implementation
+from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.patching.inspect.describe import on_meta
@@ -123,6 +124,7 @@ def prepare(
     tell(f"loading the weights of {recipe.model.name}")
     model = load_model(recipe)
     check_reads_text(model, recipe.objective.kind)
+    _check_carried(recipe, model)
     base = base_identity(model)
     if recipe.data.eos_token is not None:
         stop_at(model, tokenizer.eos_token_id)
@@ -300,12 +302,27 @@ def check_config(recipe: Recipe, services: Services) -> bool:
         return recipe.objective.predicts_next_token
     skeleton = on_meta(recipe.model.source, **{TRUST: recipe.model.trust_remote_code})
     check_reads_text(skeleton, recipe.objective.kind)
+    _check_carried(recipe, skeleton)
     geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
     if scheme is not None:
         plan = plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
         if recipe.model.dtype != "auto":  # the dtype that the weights are loaded in
             check_start(skeleton.to(getattr(torch, recipe.model.dtype)), scheme, plan, recipe.swap, services)
     return geometry.causal
+
+
+def _check_carried(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Raise a ConfigError if `recipe` swaps a model that carries a swap, or trains the positions of one without any."""
+    swap, carried, name = recipe.swap.scheme, getattr(unwrap(model), "_posswap", None), recipe.model.name
+    if swap is None and carried is None and recipe.trainable.what in ("positions", "new_rows"):
+        raise ConfigError(
+            f"trainable.what {recipe.trainable.what} needs a swap: swap.scheme is none, and {name} carries none."
+        )
+    if swap is not None and carried is not None:
+        raise ConfigError(
+            f"swap.scheme: {name} already carries {carried.plan.named}. To train it as it is, set swap.scheme=null "
+            "(recipe control); for another mechanism name the model that it was made from."
+        )
 
 
 def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> PreTrainedTokenizerBase:

@@ -178,7 +178,6 @@ IMPOSSIBLE = [
     ({"swap": {"scheme": None, "max_length": 9}}, r"swap.max_length: needs a swap, and swap.scheme is none"),
     ({"swap": {"scheme": None, "relative": "drop"}}, r"swap.relative: needs a swap, and swap.scheme is none"),
     ({"swap": {"scheme": None}, "objective": {"kind": "distill"}}, r"objective.kind: needs a swap"),
-    ({"swap": {"scheme": None}, "trainable": {"what": "positions"}}, r"trainable.what: needs a swap"),
     ({"swap": {"scheme": "rope", "max_length": 0}}, r"swap.max_length: expected a number of tokens from 1, got 0"),
     ({"swap": {"scheme": "rope", "gradual_steps": 2000}}, r"2000 steps in a training of 1000"),
     ({"swap": {"scheme": "rope", "gradual_steps": -1}}, r"gradual_steps: expected a number of steps from 0, got -1"),

@@ -23,6 +23,7 @@ from hf_posswap.errors import (
 )
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import GateSettings
 from hf_posswap.training.engine.gates import (
     FirstLoss,
@@ -280,3 +281,20 @@ def test_lengths_that_no_held_out_document_has_are_refused_before_the_first_step
     with pytest.raises(DataError, match=r"no held-out document has 9000 tokens \(the longest has \d+\): give longer"):
         trained(tmp_path, "evaluation.lengths=[16,9000]", services=services)
     assert not any((tmp_path / "run").rglob("checkpoint-*"))
+
+
+def test_a_swapped_base_is_trained_as_it_is(tmp_path: Path) -> None:
+    unswapped = tmp_path / "gpt2"
+    write_model(unswapped)
+    alone = {"swap": {"scheme": None, "max_length": None}, "trainable": {"what": "positions"}}
+    with pytest.raises(ConfigError, match="trainable.what positions needs a swap: .* and .*gpt2 carries none"):
+        trained(tmp_path, "training.max_steps=2", **alone)
+    swapped = hf_posswap.patch_model(hf_posswap.load(unswapped), "kerple", max_length=256)
+    hf_posswap.save(swapped, tmp_path / "swapped", tokenizer=byte_tokenizer())
+    names = (f"model.name={tmp_path / 'swapped'}", "training.max_steps=2")
+    with pytest.raises(ConfigError, match="already carries kerple.*set swap.scheme=null"):
+        trained(tmp_path, *names)
+    finished = trained(tmp_path, *names, **alone)
+    before, after = swapped.state_dict(), hf_posswap.load(finished.model).state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.rpartition(".")[2] for name in moved} == {"raw_r1", "raw_r2"}
