@@ -133,7 +133,7 @@ def _real_models() -> Iterator[Figure]:
             books.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
         compared = {"sliding window": (SLIDING, None), "base in the window": (BASE, base.window // block)}
         for reader in READERS:
-            if reader.scheme is None or reader.recipe is not None:
+            if reader.scheme is None or reader.recipe is not None or reader.searched:
                 continue
             if len(books.get(reader.name, ())) < len(books[BASE]):  # not all documents were read
                 continue

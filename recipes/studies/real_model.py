@@ -76,6 +76,8 @@ SHORT, WINDOWS = 2048, 4
 """Tokens of a window of `within`, and windows of each document."""
 RATES = (1e-4, 3e-4, 1e-3)
 """Tried at the least number of tokens, unless others are given; the lowest held-out loss chooses one for the rest."""
+POPULATION, ITERATIONS = 8, 4
+"""Of LongRoPE's search: 24 candidates, where the paper has 1,344."""
 HELD_OUT = 4
 """Training documents that choose the learning rate."""
 
@@ -93,6 +95,7 @@ class Reader:
         recipe: that trains it, by name; None: it is not trained.
         settings: of the recipe.
         fit: windows of the training text to which the bias is fitted before all; 0: it is not.
+        searched: documents of the training text on which LongRoPE's divisors are searched; 0: they are not.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Reader:
     recipe: str | None = None
     settings: tuple[str, ...] = ()
     fit: int = 0
+    searched: int = 0
 
     @property
     def sliding(self) -> bool:
@@ -121,6 +125,7 @@ READERS = (
     Reader("linear", "linear", scaled=True),
     Reader("rerope", "rerope"),
     Reader("string", "string", inside=True),
+    Reader("longrope, searched", "longrope", searched=1),
     Reader("dynamic by query", "dynamic", {"follow": "query"}, scaled=True),
     Reader("yarn, distilled", "yarn", scaled=True, recipe="rope-to-yarn"),
     Reader("yarn, next token", "yarn", scaled=True, recipe="yarn"),
@@ -183,7 +188,7 @@ class Setting:
     work: Path
 
     def wanted(self, readers: Sequence[Reader], only: Sequence[str] | None) -> list[Reader]:
-        """Return the readers that can be measured: those that `only` names, trained ones if there is text for it.
+        """Return the readers that can be measured: those that `only` names, trained and searched ones if there is text for it.
 
         Raises:
             OptionError: `only` has another name.
@@ -191,7 +196,12 @@ class Setting:
         names = [reader.name for reader in readers]
         if unknown := sorted(set(only or ()) - set(names)):
             raise OptionError(f"--only {', '.join(unknown)}: there are {', '.join(names)}.")
-        return [r for r in readers if (r.recipe is None or self.train) and (not only or r.name in only)]
+        needs_text = [reader.recipe is not None or bool(reader.searched) for reader in readers]
+        return [
+            reader
+            for reader, needs in zip(readers, needs_text, strict=True)
+            if (self.train or not needs) and (not only or reader.name in only)
+        ]
 
     def head(self, study: str, context: typer.Context) -> dict[str, Any]:
         """Return what the results of all units share; results with another head are not mixed in."""
@@ -348,12 +358,26 @@ def _reading(setting: Setting, reader: Reader, length: int, tokens: int) -> Iter
         yield setting.model
         return
     options = reader.options | ({"factor": length / setting.window} if reader.scaled else {})
-    hf_posswap.patch_model(setting.model, reader.scheme, max_length=None if reader.inside else length, **options)
+    scheme = _searched(setting, reader, length) if reader.searched else reader.scheme
+    hf_posswap.patch_model(setting.model, scheme, max_length=None if reader.inside else length, **options)
     try:
         hf_posswap.verify_swap(setting.model)
         yield setting.model
     finally:
         hf_posswap.unpatch_model(setting.model)
+
+
+def _searched(setting: Setting, reader: Reader, length: int) -> Any:
+    """Return LongRoPE with the divisors found in `POPULATION` and `ITERATIONS` on the beginnings of training texts."""
+    paths = [Path(path) for path in setting.train]
+    texts = read_documents(paths, setting.tokenizer, length=length, limit=reader.searched + 1)  # it wants two
+    state = setting.work / f"longrope-{unit_key({'model': fingerprint(setting.model), 'length': length})}.json"
+    found = hf_posswap.search_longrope(
+        setting.model, texts.tokens[: reader.searched], length / setting.window, population=POPULATION, iterations=ITERATIONS,
+        native=True, state=state, progress=False,
+    )  # fmt: skip
+    typer.echo(f"{reader.name}: perplexity of the searched texts by iteration: {found.log}, of seeds: {found.seeds}")
+    return found.scheme
 
 
 def _trained(setting: Setting, reader: Reader, length: int, tokens: int) -> Any:

@@ -114,10 +114,32 @@ def test_a_trained_reader_and_its_control_are_read_too(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     units = json.loads((out / "beyond-4k.json").read_text())["units"]
     assert [unit["reader"] for unit in units] == ["yarn, next token"] * 2 + [real_model.CONTROL] * 2
+    assert {unit["tokens"] for unit in units} == {8192}
+    _, out = run(tmp_path, "beyond", "--length", "4096", *train[:3], "4096", *train[4:], *only[:2])
+    units = json.loads((out / "beyond-4k.json").read_text())["units"]
+    assert [unit["tokens"] for unit in units] == [8192] * 4 + [4096] * 2
+    table = (out / "beyond-4k.md").read_text()
+    assert "| yarn, next token, after 8,192 | 2 |" in table
+    assert f"Less the {real_model.CONTROL}, after 8,192" in table
     reports = [json.loads(path.read_text()) for path in (tmp_path / "work" / "runs").glob("*/report.json")]
-    assert sorted(report["phases"][0]["tokens"] for report in reports) == [8192, 8192]
+    assert sorted(report["phases"][0]["tokens"] for report in reports) == [4096, 8192, 8192]
     control = next(report for report in reports if report["phases"][0]["plan"] is None)
     assert control["recipe"]["data"]["length"] == WINDOW
+
+
+def test_divisors_are_searched_on_the_training_text(tmp_path: Path) -> None:
+    base_in(tmp_path / "base")
+    texts_in(tmp_path / "texts")
+    only = ("--only", "longrope, searched", "--documents", "2")
+    result, _ = run(tmp_path, "beyond", "--length", str(LENGTH), *only)
+    assert "longrope" not in result.output  # there is no text to search on
+    result, out = run(tmp_path, "beyond", "--length", str(LENGTH), *only, "--train", str(tmp_path / "texts"))
+    assert result.exit_code == 0, result.output
+    units = json.loads((out / "beyond-3k.json").read_text())["units"]
+    assert [unit["reader"] for unit in units] == ["longrope, searched"] * 2
+    (state,) = (tmp_path / "work").glob("longrope-*.json")
+    evaluations = json.loads(state.read_text())["progress"]["evaluations"]
+    assert len(evaluations) == 1 + real_model.ITERATIONS
 
 
 def test_tasks_are_the_models_answers(tmp_path: Path) -> None:
