@@ -188,7 +188,7 @@ class Setting:
     work: Path
 
     def wanted(self, readers: Sequence[Reader], only: Sequence[str] | None) -> list[Reader]:
-        """Return the readers that can be measured: those that `only` names, trained and searched ones if there is text for it.
+        """Return the readers that `only` names, of trained and searched ones only where there is text for it.
 
         Raises:
             OptionError: `only` has another name.
@@ -373,8 +373,8 @@ def _searched(setting: Setting, reader: Reader, length: int) -> Any:
     texts = read_documents(paths, setting.tokenizer, length=length, limit=reader.searched + 1)  # it wants two
     state = setting.work / f"longrope-{unit_key({'model': fingerprint(setting.model), 'length': length})}.json"
     found = hf_posswap.search_longrope(
-        setting.model, texts.tokens[: reader.searched], length / setting.window, population=POPULATION, iterations=ITERATIONS,
-        native=True, state=state, progress=False,
+        setting.model, texts.tokens[: reader.searched], length / setting.window, population=POPULATION,
+        iterations=ITERATIONS, native=True, state=state, progress=False,
     )  # fmt: skip
     typer.echo(f"{reader.name}: perplexity of the searched texts by iteration: {found.log}, of seeds: {found.seeds}")
     return found.scheme

@@ -81,8 +81,8 @@ def _beyond(result: Mapping[str, Any], units: Units) -> list[str]:
     ranges = [(start, stop) for start, stop in ranges if start // block < stop // block]
     names = [f"{start // 1024}-{stop // 1024}k" for start, stop in ranges]
     lines = [
-        f"The first {length} tokens of documents of {result['texts']}, nats a token by position. After: tokens of training. "
-        f"{intervals_said(result)}",
+        f"The first {length} tokens of documents of {result['texts']}, nats a token by position. "
+        f"After: tokens of training. {intervals_said(result)}",
         "",
         *_head(["reader", "documents", *names]),
     ]
