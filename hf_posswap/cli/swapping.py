@@ -275,8 +275,8 @@ def write_explanation(
             raise OptionError(f"{name!r}: --html takes no file, --out names it: posswap explain --html --out {name}")
     if model is None and scheme is None and any(value not in (None, "auto") for value in how.values()):
         raise OptionError("--max-length, --site and --relative say how to put in a scheme: name a MODEL and one.")
-    own = {name: size for name, size in sizes.items() if size is not None}
-    if own and model is not None:
+    given_sizes = {name: size for name, size in sizes.items() if size is not None}
+    if given_sizes and model is not None:
         raise OptionError(
             "the page of a MODEL has its shape: leave out --heads, --dim, --window and --rope-theta, or MODEL."
         )
@@ -291,7 +291,7 @@ def write_explanation(
         facts = None
         if source is not None:
             facts = model_facts(source, chosen, written=scheme, trust_remote_code=trust_remote_code, **how)
-        geometry = sample_geometry(**own) if own else None  # type: ignore[arg-type]  # it checks them
+        geometry = sample_geometry(**given_sizes) if given_sizes else None  # type: ignore[arg-type]  # it checks them
         write_page(path, facts, geometry=geometry)
     if json:
         show_json({"page": str(path)})

@@ -195,9 +195,9 @@ def tensors_of_layers(layers: Iterable[object]) -> list[Tensor]:
 
     Touches that layers hold them as attributes, or in dicts by number, as `LinearAttentionLayer` does.
     """
-    held = [value for layer in layers for name, value in vars(layer).items() if not name.startswith("posswap")]
-    held += [item for value in held if isinstance(value, dict) for item in value.values()]
-    return [value for value in held if isinstance(value, Tensor)]
+    values = [value for layer in layers for name, value in vars(layer).items() if not name.startswith("posswap")]
+    values += [item for value in values if isinstance(value, dict) for item in value.values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def tokens_before(cache: Cache, layer: int) -> int | Tensor:

@@ -98,12 +98,12 @@ def language_classes(model_type: str) -> dict[str, tuple[type[PreTrainedConfig],
     if model_type not in transformers.CONFIG_MAPPING:
         return {}
     config = transformers.CONFIG_MAPPING[model_type]
-    found = {}
+    by_task = {}
     for task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
         mapping = auto_mapping(getattr(transformers, _AUTO_CLASSES[task]))
         if mapping is not None and config in mapping:
-            found[task] = config, mapping[config]
-    return found
+            by_task[task] = config, mapping[config]
+    return by_task
 
 
 def build_model(cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: object) -> PreTrainedModel:

@@ -156,11 +156,13 @@ def render_page(facts: ModelFacts | None = None, *, geometry: Geometry | None = 
 
 def _settings(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | None) -> dict[str, object]:
     """Return the initial state of the controls, the questions, and the style and the words of each choice."""
-    own, chosen, factor = shapes[0], list(FIRST), 4.0
+    first_shape, chosen, factor = shapes[0], list(FIRST), 4.0
     if facts is not None:
-        native, *compared = OTHER if own.geometry.base is None else ROTARY
+        native, *compared = OTHER if first_shape.geometry.base is None else ROTARY
         chosen = list(dict.fromkeys([native, *([label(facts.scheme)] if facts.scheme is not None else compared)]))
-        factor = max(1.0, (facts.length or 4 * own.geometry.original_length) / own.geometry.original_length)
+        factor = max(
+            1.0, (facts.length or 4 * first_shape.geometry.original_length) / first_shape.geometry.original_length
+        )
     drawn = {choice.name: choice for choice in choices if choice.group is not None}
     return {
         "styles": [
@@ -173,7 +175,7 @@ def _settings(shapes: list[Shape], choices: list[Choice], facts: ModelFacts | No
             for name, choice in drawn.items()
         ],
         "start": {
-            "settings": {"shape": own.name, "factor": factor},
+            "settings": {"shape": first_shape.name, "factor": factor},
             "schemes": [name for name in chosen if name in drawn],
         },
         "presets": [

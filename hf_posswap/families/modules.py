@@ -71,11 +71,11 @@ def matching(root: nn.Module, pattern: str) -> list[str]:
             w == "*" or p in w.split("|") for w, p in zip(wanted, segments, strict=True)
         )
 
-    found: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if matches(path):
-            found.setdefault(id(module), path)
-    return list(found.values())
+            paths.setdefault(id(module), path)
+    return list(paths.values())
 
 
 def module_paths(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -74,10 +74,10 @@ class OfQueries(NamedTuple):
             >>> OfQueries(low=4, high=6).holds(torch.tensor([[3], [4], [6]]), torch.tensor([0, 9])).tolist()
             [[False, False], [True, True], [False, False]]
         """
-        held = key == key
+        is_inside = key == key
         if self.low is not None:
-            held = held & (query >= self.low)
-        return held & (query == query if self.high is None else query < self.high)
+            is_inside = is_inside & (query >= self.low)
+        return is_inside & (query == query if self.high is None else query < self.high)
 
 
 def mergeable(regions: Sequence[Region]) -> bool:

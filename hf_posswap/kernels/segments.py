@@ -204,7 +204,7 @@ def _intervals(mask: Tensor) -> np.ndarray | None:
 
     A query that sees nothing has the range (0, 0).
     """
-    found = []
+    blocks = []
     on_cpu = mask.device.type == "cpu"
     for some in mask.split(BLOCK if on_cpu else mask.shape[1], dim=1):
         seen = _as_bool(some)
@@ -214,8 +214,8 @@ def _intervals(mask: Tensor) -> np.ndarray | None:
         # numpy is much faster than torch on a CPU
         first = torch.from_numpy(bits.numpy().argmax(axis=2)) if on_cpu else bits.argmax(dim=2)
         changes = (bits[..., 1:] ^ bits[..., :-1]).sum(dim=2, dtype=torch.int32)
-        found.append(torch.stack((first.int(), bits.sum(dim=2, dtype=torch.int32), changes)))
-    first, count, changes = torch.cat(found, dim=2).cpu().numpy()  # [B, Q] each; another device is waited for once
+        blocks.append(torch.stack((first.int(), bits.sum(dim=2, dtype=torch.int32), changes)))
+    first, count, changes = torch.cat(blocks, dim=2).cpu().numpy()  # [B, Q] each; another device is waited for once
     # an interval has a change at each end that is not an end of the mask
     edges = (first > 0).astype(int) + (first + count < mask.shape[2])
     if not ((changes == edges) | (count == 0)).all():

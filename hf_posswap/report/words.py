@@ -97,7 +97,7 @@ def task_scores(ruler: Tasks) -> dict[int, float]:
     scores: dict[int, list[float]] = {}
     for cell in ruler["cells"]:
         scores.setdefault(cell["length"], []).append(cell["score"])
-    return {length: sum(own) / len(own) for length, own in sorted(scores.items())}
+    return {length: sum(values) / len(values) for length, values in sorted(scores.items())}
 
 
 def kept_text(row: KeptRow) -> str:

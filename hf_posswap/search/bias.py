@@ -119,19 +119,19 @@ def fit_bias(
     with counted(reporter, "fit_bias: layers", len(base)) as count, patched(unwrapped, Alibi()):
         acting: dict[int, Mechanism] = {}  # the fitted biases
         reader = LayerReader(unwrapped, Mechanism(), geometry, rows)
-        for layer, own in base.items():
+        for layer, record in base.items():
             watch = ProfileWatch(geometry, longest, ends_forward=True)
             reader.read(layer, watch, acting)
-            seen = own.sees(distances)  # [N]
-            if own.reach not in inverses:
-                inverses[own.reach] = inverse_of_distances(distances[seen], rows)
-            target_bias = (own.profile - watch.profile)[:, seen] @ inverses[own.reach]  # [H, visible distances]
+            seen = record.sees(distances)  # [N]
+            if record.reach not in inverses:
+                inverses[record.reach] = inverse_of_distances(distances[seen], rows)
+            target_bias = (record.profile - watch.profile)[:, seen] @ inverses[record.reach]  # [H, visible distances]
             if not bool(target_bias.isfinite().all()):
                 raise NumericError(
                     f"{_OWNER}: attention scores of layer {layer} are not finite, so no bias is nearest to them. Check "
                     "the model's weights, or load it with dtype=torch.float32."
                 )
-            weights = torch.stack([distance_weights(attention) for attention in own.attention[:, seen]])
+            weights = torch.stack([distance_weights(attention) for attention in record.attention[:, seen]])
             fitted = resolved.fitted(target_bias, weights, distances[seen], geometry)
             fitted_layers[layer], acting[layer] = fitted, fitted.mechanism(geometry)
             count(None)

@@ -510,8 +510,8 @@ class ProfileWatch(LayerWatch):
             )
         share = len(query) // len(key)
         for head in range(len(query)):  # one at a time, so that memory does not grow with them
-            own = query[head].double() * scaling
-            self.look_at_head(head, own, key[head // share].double(), self.sees(self.distances))
+            scaled_query = query[head].double() * scaling
+            self.look_at_head(head, scaled_query, key[head // share].double(), self.sees(self.distances))
 
     def look_at_head(self, head: int, query: Tensor, key: Tensor, near: Tensor) -> None:
         """Record one head, whose scores are `query` times `key`, each [L, D], at the distances of `near`, bool [N]."""

@@ -133,7 +133,7 @@ class ServedSwap:
         mechanisms = dict(_mechanisms(self.model))
 
         def attention(*, prefix: str, **kwargs: object) -> Any:
-            mechanism = next((found for path, found in mechanisms.items() if f"model.{path}." in prefix), None)
+            mechanism = next((each for path, each in mechanisms.items() if f"model.{path}." in prefix), None)
             if mechanism is not None and needs_own_attention(mechanism):
                 return native(prefix=prefix, attn_backend=scheme_backend(), mechanism=mechanism, **kwargs)
             slopes = None if mechanism is None else slopes_of(mechanism)

@@ -472,9 +472,9 @@ def _bound_client() -> object:
 
 def _session_here() -> HubSession | None:
     """Return the session that bounds the requests of this thread: its own, or the innermost that was open before it."""
-    own: HubSession | None = getattr(_own, "session", None)
-    if own is not None:
-        return own
+    session: HubSession | None = getattr(_own, "session", None)
+    if session is not None:
+        return session
     thread = threading.current_thread()
     with _lock:
         return next((session for session in reversed(_open) if thread not in session.others), None)

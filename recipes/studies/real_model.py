@@ -325,13 +325,13 @@ def beyond(
     head = setting.head("beyond", context) | {"length": length, "block": BLOCK}
     results = Results(out / f"beyond-{length // 1024}k.json", head, ("model", "dtype", "length", "block"))
     for reader in readers:
-        own = {"reader": reader.name} | ({} if reader.recipe is None else {"tokens": tokens})
-        missing = results.missing([own | {"document": digest} for digest in setting.texts.digests])
+        row = {"reader": reader.name} | ({} if reader.recipe is None else {"tokens": tokens})
+        missing = results.missing([row | {"document": digest} for digest in setting.texts.digests])
         if not missing:
             continue
         with _reading(setting, reader, length, tokens) as model:
             for number in missing:
-                named = own | {"document": setting.texts.digests[number]}
+                named = row | {"document": setting.texts.digests[number]}
                 ids = setting.texts.tokens[number][None]
                 results.add(named, functools.partial(_blocks, model, reader, ids, setting.window))
     draw_beyond(head | {"units": results.units}, results.path.with_suffix(".png"))
@@ -372,12 +372,12 @@ def _searched(setting: Setting, reader: Reader, length: int) -> Any:
     paths = [Path(path) for path in setting.train]
     texts = read_documents(paths, setting.tokenizer, length=length, limit=reader.searched + 1)  # it wants two
     state = setting.work / f"longrope-{unit_key({'model': fingerprint(setting.model), 'length': length})}.json"
-    found = hf_posswap.search_longrope(
+    search = hf_posswap.search_longrope(
         setting.model, texts.tokens[: reader.searched], length / setting.window, population=POPULATION,
         iterations=ITERATIONS, native=True, state=state, progress=False,
     )  # fmt: skip
-    typer.echo(f"{reader.name}: perplexity of the searched texts by iteration: {found.log}, of seeds: {found.seeds}")
-    return found.scheme
+    typer.echo(f"{reader.name}: perplexity of the searched texts by iteration: {search.log}, of seeds: {search.seeds}")
+    return search.scheme
 
 
 def _trained(setting: Setting, reader: Reader, length: int, tokens: int) -> Any:
@@ -386,10 +386,15 @@ def _trained(setting: Setting, reader: Reader, length: int, tokens: int) -> Any:
     shared = _shared(setting, tokens, length)
     training = ["training.learning_rate=1e-4", "training.gradient_checkpointing=true"]
     recipe = "yarn" if reader.recipe == "control" else reader.recipe
-    own = [f"swap.scheme=yarn:factor={float(factor)}", f"swap.max_length={length}", f"data.length={length}", *training]
+    own_settings = [
+        f"swap.scheme=yarn:factor={float(factor)}",
+        f"swap.max_length={length}",
+        f"data.length={length}",
+        *training,
+    ]
     if recipe == "rope-to-yarn":
-        own += [f"data.cut=[{factor}, 1, 1]", "objective.distill.states=1.0"]
-    run = make_run(RECIPES / f"{recipe}.yaml", [*shared, *own, *reader.settings], setting.work)
+        own_settings += [f"data.cut=[{factor}, 1, 1]", "objective.distill.states=1.0"]
+    run = make_run(RECIPES / f"{recipe}.yaml", [*shared, *own_settings, *reader.settings], setting.work)
     if reader.recipe == "control":
         settings = control_settings(run.recipe, [*shared, *training], window)
         run = make_run(RECIPES / "control.yaml", settings, setting.work)
@@ -603,15 +608,15 @@ def _short(results: Results, setting: Setting, named: dict[str, Any], model: Any
 
 def _run_within(setting: Setting, reader: Reader, tokens: int, step: int, rate: float) -> Any:
     options = "".join(f":{key}={value}" for key, value in reader.options.items())
-    own = [
+    own_settings = [
         f"swap.fit={reader.fit}",
         f"swap.scheme={reader.scheme}{options}",
         f"swap.max_length={setting.window}",
         f"data.length={SHORT}",
     ]
-    own += [f"training.per_device_train_batch_size={step // SHORT}", f"training.learning_rate={rate}"]
+    own_settings += [f"training.per_device_train_batch_size={step // SHORT}", f"training.learning_rate={rate}"]
     shared = [key for key in _shared(setting, tokens, step) if "per_device" not in key]
-    return make_run(RECIPES / f"{reader.recipe}.yaml", [*shared, *reader.settings, *own], setting.work)
+    return make_run(RECIPES / f"{reader.recipe}.yaml", [*shared, *reader.settings, *own_settings], setting.work)
 
 
 def _best_rate(setting: Setting, reader: Reader, tokens: int, step: int, rates: Sequence[float]) -> float:
@@ -673,9 +678,9 @@ def _continued(file: Path, generated: Callable[[int], Any], number: int, new: in
     It sees the same text before each: as long as it takes the same, it would generate the same.
     """
     ids, logits = generated(number)
-    tokens, found = run_llamacpp(file, ids, range(len(ids) - new, len(ids)), len(ids) + 1)
+    tokens, log_probabilities = run_llamacpp(file, ids, range(len(ids) - new, len(ids)), len(ids) + 1)
     same = tokens[:, 0] == ids[-new:]
-    apart = (found - logits.double().log_softmax(-1).gather(1, tokens)).abs()
+    apart = (log_probabilities - logits.double().log_softmax(-1).gather(1, tokens)).abs()
     begun = new if same.all() else int((~same).int().argmax())
     return {"same": int(same.sum()), "begun": begun, "apart": float(apart.mean()), "most": float(apart[:, 0].max())}
 

@@ -115,8 +115,8 @@ def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
         lengths = sorted({unit["length"] for unit in rows})
         lines += ["", f"{task}:", "", *_head(["reader", *(f"{length}" for length in lengths)])]
         for reader in dict.fromkeys(unit["reader"] for unit in rows):
-            found = {unit["length"]: unit["scores"] for unit in rows if unit["reader"] == reader}
-            lines.append(_row([reader, *(_percent(found.get(length)) for length in lengths)]))
+            scores_by_length = {unit["length"]: unit["scores"] for unit in rows if unit["reader"] == reader}
+            lines.append(_row([reader, *(_percent(scores_by_length.get(length)) for length in lengths)]))
     pooled: dict[str, dict[int, list[float]]] = {}
     for reader in dict.fromkeys(unit["reader"] for unit in units):
         answers = [unit for unit in units if unit["reader"] == reader and unit["task"] != CHOICE]
@@ -132,10 +132,10 @@ def _tasks(result: Mapping[str, Any], units: Units) -> list[str]:
         "The retrieval tasks with results at all lengths of the reader, with Wilson's 95 % interval, and the effective "
         "length (85 % of its own first):",
     ]
-    lengths = sorted({length for found in pooled.values() for length in found})
+    lengths = sorted({length for scores_by_length in pooled.values() for length in scores_by_length})
     lines += ["", *_head(["reader", *map(str, lengths), "effective length"])]
-    for reader, found in pooled.items():
-        counts = {length: (round(sum(scores)), len(scores)) for length, scores in found.items()}
+    for reader, scores_by_length in pooled.items():
+        counts = {length: (round(sum(scores)), len(scores)) for length, scores in scores_by_length.items()}
         cells = [_share(*counts[length]) if length in counts else "-" for length in lengths]
         reached = effective_length(counts)
         lines.append(_row([reader, *cells, str(reached.length) if reached.no_verdict is None else "no verdict"]))

@@ -10,6 +10,7 @@ import numpy as np
 from repository import ROOT
 
 from generated.markup import table
+from recipes.studies.real_model_tables import by_reader
 
 _RESULTS = ROOT / "recipes/studies/results/real-model"
 _BASE, _SLIDING = "base", "sliding window"

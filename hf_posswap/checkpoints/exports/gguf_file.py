@@ -456,11 +456,11 @@ def ran_alike(model: PreTrainedModel, path: Path, position_config: PositionConfi
         count = min(count, position_config.window)
     ids = torch.randint(0, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     ends = sorted({max(1, (count - 1) * part // _COMPARED) for part in range(1, _COMPARED + 1)})
-    tokens, found = run_llamacpp(path, ids, ends, count)
+    tokens, log_probabilities = run_llamacpp(path, ids, ends, count)
     with torch.no_grad():
         logits = model.float().eval()(ids[None]).logits[0, torch.tensor(ends) - 1]  # [E, V]
     expected = logits.double().log_softmax(-1).gather(1, tokens)
-    differences = (found - expected).abs()
+    differences = (log_probabilities - expected).abs()
     average = coarsest == "Q8_0"
     apart, bound = float(differences.mean() if average else differences.max()), BOUNDS[coarsest]
     if not apart <= bound:  # a NaN too

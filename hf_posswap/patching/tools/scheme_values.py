@@ -108,8 +108,8 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     }
     unpatch_model(model)
     try:
-        own = plan.max_length if scheme.old == "rotary" else None
-        length = own if max_length is None else max_length
+        planned_length = plan.max_length if scheme.old == "rotary" else None
+        length = planned_length if max_length is None else max_length
         ended = {name: blend.new for name, blend in blends.items()}
         new = dataclasses.replace(plan, schemes=plan.schemes | ended).choice
         patch_model(model, new, **plan.record.arguments | {"max_length": length})

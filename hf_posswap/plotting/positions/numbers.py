@@ -329,21 +329,21 @@ def apparent_distances(subject: Shown, queries: Tensor, keys: Tensor) -> Tensor:
     lengths = wavelengths(subject)
     is_known = geometry.frequencies is not None and len(geometry.frequencies) == len(lengths)
     plain = default_inv_freq(geometry.base or DEFAULT_BASE, 2 * len(lengths), torch.float64)
-    own = own_theta(geometry, torch.float64) if is_known else plain
-    turning = (lengths.isfinite() & (own > 0)).nonzero().flatten()
+    frequencies = own_theta(geometry, torch.float64) if is_known else plain
+    turning = (lengths.isfinite() & (frequencies > 0)).nonzero().flatten()
     if not len(turning):
         return torch.zeros(len(queries), len(keys), dtype=torch.float64)
     pair = int(turning[-1])
     mechanism = _mechanism(subject, 0)
     if not isinstance(scheme, Piecewise) and (mechanism is None or mechanism.splits or not scheme.traits.relative):
-        return _measured_angles(subject, queries, keys, pair) / own[pair]
+        return _measured_angles(subject, queries, keys, pair) / frequencies[pair]
     distances = (queries[:, None] - keys[None, :]).double()
     if isinstance(scheme, Piecewise):
         for entry in scheme.region_positions():
             holds = entry.region.holds(queries[None, :, None], keys[None, None, :])[0]
             at_query, at_key = entry.query(queries[None])[0], (entry.key or scheme.cached_key)(keys[None])[0]
             distances = torch.where(holds, at_query.double()[:, None] - at_key.double()[None, :], distances)
-    distances = distances * (2 * math.pi / lengths[pair] / own[pair])
+    distances = distances * (2 * math.pi / lengths[pair] / frequencies[pair])
     return distances.masked_fill(keys[None, :] > queries[:, None], math.nan) if geometry.causal else distances
 
 

@@ -94,9 +94,9 @@ def _defined_in(module: str, registry: Registry[Any]) -> set[str]:
 
 def _values_in(module: str) -> Iterator[object]:
     """Yield what a module, and those inside it that are imported, hold."""
-    for name, held in list(sys.modules.items()):
+    for name, loaded in list(sys.modules.items()):
         if _is_inside(name, module):
-            yield from list(vars(held).values())
+            yield from list(vars(loaded).values())
 
 
 def tiny_models_of(family: str) -> dict[str, Tiny]:

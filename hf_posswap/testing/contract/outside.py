@@ -36,8 +36,8 @@ def scores(mechanism: Mechanism, query: Tensor, key: Tensor, positions: Tensor, 
     for piece in mechanism.pieces(positions, positions) if mechanism.splits else ():
         count = query.shape[2]
         turned = _products(piece.rotate_query(query, 0, count), piece.rotate_key(key, 0, count))
-        held = piece.pairs.holds(positions[:, :, None], positions[:, None, :])[:, None]
-        result = torch.where(held, turned, result)
+        is_inside = piece.pairs.holds(positions[:, :, None], positions[:, None, :])[:, None]
+        result = torch.where(is_inside, turned, result)
     if mechanism.scales:
         result = result * by_head(mechanism.scale(positions))[..., None]
     return result + mechanism.bias(positions, positions) if mechanism.biases else result

@@ -113,13 +113,13 @@ class PositionHook:
         paged = cache is not None and is_paged_cache(cache)
         if paged and needs_key_positions(mechanism):
             Refusal(type(module).__name__)()  # by another way than the model's own methods
-        own = None if cache is None or paged else self_attention_cache(cache)
-        keys = "rotated" if paged and mechanism.rotates else keys_of(own, layer, mechanism, hidden)
+        own_cache = None if cache is None or paged else self_attention_cache(cache)
+        keys = "rotated" if paged and mechanism.rotates else keys_of(own_cache, layer, mechanism, hidden)
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and keys == "raw")
-        span = find_span(hidden, position_ids, own, layer, memo, first, keeps_keys=keeps_keys)
+        span = find_span(hidden, position_ids, own_cache, layer, memo, first, keeps_keys=keeps_keys)
         standing = Standing(mechanism, span, keys, slot, cache, paged, inputs)
-        if memo.in_forward and own is not None and not torch.jit.is_tracing():
-            known = growing_layers(own, layer)
+        if memo.in_forward and own_cache is not None and not torch.jit.is_tracing():
+            known = growing_layers(own_cache, layer)
             standing.layers, standing.layer_state = (None, None) if known is None else known
             memo.standing = standing
         return standing

@@ -106,7 +106,7 @@ def only_this_instance_changes(pair: Pair) -> None:
     check_same(pair.logits(other, IDS), before)
     check_same(pair.logits(pair.native(), IDS), before)
     check(dict(vars(type(other))) == members, "the model's class as it was", "other members")
-    changed = [cls.__name__ for cls, held in modules.items() if dict(vars(cls)) != held]
+    changed = [cls.__name__ for cls, unchanged in modules.items() if dict(vars(cls)) != unchanged]
     check(not changed, "the modules' classes as they were", changed)
     apart = type(other.config) is not type(model.config) or pair.plan.route == "native"
     check(apart, "a config class of its own", type(model.config).__name__)
