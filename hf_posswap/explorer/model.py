@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posswap.advice.case import Case, Serving, named_source, serving_of
 from hf_posswap.advice.commands import line
 from hf_posswap.checkpoints.exports.rules import TARGETS
-from hf_posswap.errors import PosswapError
+from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.evaluation.cost import forward_need, forward_operations
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.inspect.describe import Explanation, explain, on_meta
@@ -83,10 +83,16 @@ def model_facts(
         how: as in `hf_posswap.plan_swap`: max_length, site, relative.
 
     Raises:
+        UnsupportedModelError: the model reads images.
         As `hf_posswap.explain`.
     """
     name, _ = named_source(model)
     explanation = explain(model, scheme, trust_remote_code=trust_remote_code, **(how if scheme is not None else {}))
+    if explanation.report.geometry.image_size is not None:
+        raise UnsupportedModelError(
+            f"{name} reads images, and the page draws positions by the length of a text. posswap explain {name} "
+            "without --html tells which positions it has and which swaps it takes."
+        )
     skeleton = on_meta(model, trust_remote_code=trust_remote_code)
     is_planned = explanation.plan is not None and explanation.report.swapped is None
     swapped = skeleton if scheme is None or not is_planned else _swapped(skeleton, scheme, how)

@@ -139,17 +139,15 @@ def main(
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 call_rows = pool.submit(compiled, target, name).result()
             new_rows += call_rows
-            all_rows = sorted([row for row in all_rows if _row_key(row) != (target, name)] + call_rows, key=_order)
+            all_rows = sorted(
+                [row for row in all_rows if (row["arch"], row["call"]) != (target, name)] + call_rows, key=_order
+            )
             write_text(file, json.dumps(all_rows, indent=1) + "\n")
             write_text(out / "kernels.md", table(all_rows))
             typer.echo(f"{target} {name}: {len(call_rows)} kernels")
     typer.echo(table(new_rows))
     if any("refused" in row or not row["fits"] for row in new_rows):
         raise typer.Exit(1)
-
-
-def _row_key(row: dict[str, Any]) -> tuple[str, str]:
-    return row["arch"], row["call"]
 
 
 def _order(row: dict[str, Any]) -> tuple[int, int]:

@@ -47,7 +47,8 @@ def _about(result: dict[str, Any]) -> list[str]:
     rows, sizes, installed = result["rows"], result["sizes"], result["versions"]
     pretrained = ", ".join(f"{base_name} {tokens / 1e6:.1f} M tokens" for base_name, tokens in sizes["tokens"])
     texts = rows[0]["texts"]
-    few = f" With fewer than {LEAST_DOCUMENTS} documents, do not rank the recipes." if _few(rows) else ""
+    fewest = min((row["texts"]["documents"] for row in rows), default=LEAST_DOCUMENTS)
+    few = f" With fewer than {LEAST_DOCUMENTS} documents, do not rank the recipes." if fewest < LEAST_DOCUMENTS else ""
     return [
         f"Made by `python -m recipes.studies.effects`, torch {installed['torch']}, "
         f"transformers {installed['transformers']}, seed {result['seed']}. Bases: {sizes['layers']} layers, "
@@ -68,10 +69,6 @@ def _about(result: dict[str, Any]) -> list[str]:
         "uses the far text; above 0 length harms it.",
         "",
     ]
-
-
-def _few(rows: list[dict[str, Any]]) -> bool:
-    return any(row["texts"]["documents"] < LEAST_DOCUMENTS for row in rows)
 
 
 def _line(cells: Any) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, ViTConfig
 
 import hf_posswap
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, judge
-from hf_posswap.errors import AlreadyPatchedError
+from hf_posswap.errors import AlreadyPatchedError, UnsupportedModelError
 from hf_posswap.evaluation.cost import forward_operations, measure_cost
 from hf_posswap.explorer.model import model_facts
 from hf_posswap.explorer.page import render_page
@@ -81,6 +81,13 @@ def test_a_scheme_that_needs_the_weights_is_planned_all_the_same() -> None:
     facts = model_facts(GPT2, make_scheme("learned:extend=tile"), max_length=256)
     assert facts.explanation.plan is not None
     assert facts.length == 256
+
+
+def test_a_model_of_images_is_refused_and_says_where_to_look() -> None:
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)
+    for scheme in (None, make_scheme("rope_2d")):
+        with pytest.raises(UnsupportedModelError, match=r"reads images.* posswap explain .* without --html"):
+            model_facts(config, scheme)
 
 
 def test_a_swapped_model_shows_its_swap(tmp_path: Path) -> None:
