@@ -76,8 +76,8 @@ SHORT, WINDOWS = 2048, 4
 """Tokens of a window of `within`, and windows of each document."""
 RATES = (1e-4, 3e-4, 1e-3)
 """Tried at the least number of tokens, unless others are given; the lowest held-out loss chooses one for the rest."""
-POPULATION, ITERATIONS = 8, 4
-"""Of LongRoPE's search: 24 candidates, where the paper has 1,344."""
+POPULATION, ITERATIONS = 8, 2
+"""Of LongRoPE's search: 16 candidates, where the paper has 1,344."""
 HELD_OUT = 4
 """Training documents that choose the learning rate."""
 
