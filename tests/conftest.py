@@ -46,11 +46,11 @@ SLOW_EXAMPLES = (
 """Examples in docstrings that are marked slow."""
 
 QUARTERED = ("advice", "checkpoints", "contract", "families", "patching", "search")
-"""Folders in which a run has one quarter of the cases of a test of `MANY` and more; the others are slow and rotated."""
+"""Folders in which a run has a part of the cases of a test of `MANY` and more; the others are slow and rotated."""
 MANY = 12
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 QUARTER = "POSSWAP_QUARTER"
-"""The environment variable that says which quarter, 0 to 3, or all; without it the first."""
+"""The environment variable that says which quarter of those cases, 0 to 3, or all; without it an eighth of them."""
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -156,7 +156,7 @@ def _share_of(asked: str | None) -> tuple[int, int]:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = _share_of(config.getoption("--share"))
-    _mark_other_quarters([item for item in items if isinstance(item, pytest.Function)])  # before shares are taken
+    _mark_other_parts([item for item in items if isinstance(item, pytest.Function)])  # before shares are taken
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == share]
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
@@ -168,19 +168,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
 
 
-def _mark_other_quarters(items: list[pytest.Function]) -> None:
-    """Mark the cases of the tests in `QUARTERED` that are not of this run's quarter, which goes by a hash of names."""
-    quarter = os.environ.get(QUARTER, "0")
+def _mark_other_parts(items: list[pytest.Function]) -> None:
+    """Mark the cases of the tests in `QUARTERED` that are not of this run's part, which goes by a hash of names."""
+    quarter = os.environ.get(QUARTER)
     if quarter == "all":
         return
-    if quarter not in ("0", "1", "2", "3"):
+    if quarter not in (None, "0", "1", "2", "3"):
         raise pytest.UsageError(f"{QUARTER} expects 0, 1, 2, 3 or all, got {quarter!r}.")
+    part, parts = (0, 8) if quarter is None else (int(quarter), 4)
     left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
     daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_quartered(item.path)]
     counts = collections.Counter(item.nodeid.partition("[")[0] for item in daily)
     for item in daily:
-        its_quarter = zlib.crc32(item.nodeid.encode()) // 2**16 % 4  # shares go by the remainder of the same hash
-        if counts[item.nodeid.partition("[")[0]] >= MANY and its_quarter != int(quarter):
+        its_part = zlib.crc32(item.nodeid.encode()) // 2**16 % parts  # shares go by the remainder of the same hash
+        if counts[item.nodeid.partition("[")[0]] >= MANY and its_part != part:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.rotated)
 
