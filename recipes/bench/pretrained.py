@@ -107,13 +107,13 @@ def rows(smoke: bool, done: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         )
         yield {"name": "SmolLM2-135M", "wrong": [], "missing": {"everything": reason}, "seconds": {}, "ratios": {}}
         return
+    if not smoke and MEMORY_ROW not in done:
+        yield _memory()
     with torch.no_grad():
         yield from _eager(smoke, done)
         yield from _compiled(smoke, done)
     if EVAL_ROW.format(EVALUATED[smoke]) not in done:
         yield _evaluation(smoke)
-    if not smoke and MEMORY_ROW not in done:
-        yield _memory()
 
 
 def model_of(scheme: str, smoke: bool = False) -> Any:
