@@ -364,6 +364,39 @@ def test_a_damaged_sidecar_is_refused_and_says_why(
         hf_posswap.load(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize(
+    ("task", "auto"),
+    [
+        ("SEQ_CLS", "AutoModelForSequenceClassification"),
+        ("TOKEN_CLS", "AutoModelForTokenClassification"),
+        ("FEATURE_EXTRACTION", "AutoModel"),
+        (None, "AutoModelForSequenceClassification"),
+    ],
+)
+def test_the_adapter_of_another_class_is_refused_instead_of_read_in_part(
+    task: str | None, auto: str, tmp_path: Path
+) -> None:
+    """TRL's RewardTrainer puts one on a class with a new head, and its base is the folder of a causal model."""
+    patch_model(build("llama"), "alibi").save_pretrained(tmp_path / "base")
+    labels = {} if auto == "AutoModel" else {"num_labels": 1}
+    of_class = getattr(transformers, auto)
+    config = lora("llama", modules_to_save=["score"] if labels else None)
+    config.task_type = task
+    trained = peft.get_peft_model(of_class.from_pretrained(tmp_path / "base", **labels), config).eval()
+    trained.save_pretrained(tmp_path / "adapter")
+    expected = trained(IDS)[0].detach()
+    causal = hf_posswap.load(tmp_path / "base").eval()
+    before = logits(causal, IDS)
+    message = r"holds weights that LlamaForCausalLM has no place for: base_model\.model.*another class.*model_class of"
+    with pytest.raises(CheckpointError, match=message):
+        hf_posswap.load(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(causal, tmp_path / "adapter")
+    assert gap(logits(causal, IDS), before) == 0
+    loaded = hf_posswap.load(tmp_path / "adapter", model_class=of_class, **labels).eval()
+    assert gap(loaded(IDS)[0].detach(), expected) == 0
+
+
 def test_broken_and_missing_files(tmp_path: Path) -> None:
     hf_posswap.save(adapted("gpt2", "rope", tmp_path / "base"), tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"1234")
