@@ -203,7 +203,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         saved = resumed if isinstance(resumed, dict) else {}
         self._refuse_another_swap(saved, inside, state.global_step)
         _warn_of_decay(inside, kwargs.get("optimizer"))
-        expected = first_loss_limit(inside) if self.max_first_loss is None else self.max_first_loss
+        expected = first_loss_limit(inside, model) if self.max_first_loss is None else self.max_first_loss
         self._limit = math.inf if expected is None else expected
         self._watch = SequenceWatch(plan, None if plan is None else self.max_length or plan.max_length)
         self._watch.attach(inside, model, state)

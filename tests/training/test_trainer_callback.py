@@ -36,6 +36,7 @@ from hf_posswap.patching.record.training import swap_digest, training_of
 from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.engine.parallel import shard_on_cpus
+from hf_posswap.training.fresh import byte_tokenizer
 from hf_posswap.training.trainer_proof import check_scheme, dataset_digest, is_sharded, model_inside
 from hf_posswap.utils.digests import weights_digest
 from tests import forked
@@ -621,6 +622,47 @@ def test_sentence_transformers_train_a_swapped_encoder(tmp_path: Path) -> None:
     hf_posswap.unpatch_model(encoder)
     with pytest.raises(NotPatchedError, match="carries no swap"):
         st.SentenceTransformerTrainer(encoder, arguments, data, loss=loss, callbacks=[PosswapCallback()]).train()
+
+
+@pytest.mark.parametrize("kind", ["CrossEncoder", "SparseEncoder"])
+def test_encoders_of_pairs_and_of_sparse_vectors_are_proved_too(kind: str, tmp_path: Path) -> None:
+    """What is inside them is swapped, and the Trainer trains the whole; its loss is of no next token."""
+    st = pytest.importorskip("sentence_transformers")
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+
+    from hf_posswap.testing.tiny import tiny_model
+
+    base = tiny_model("BertForMaskedLM", meta=False, vocab_size=VOCABULARY)
+    base.save_pretrained(tmp_path / "base")
+    words = byte_tokenizer()
+    words.pad_token = words.eos_token
+    words.save_pretrained(tmp_path / "base")
+    options = {"num_labels": 1} if kind == "CrossEncoder" else {}
+    encoder = getattr(st, kind)(str(tmp_path / "base"), device="cpu", **options)
+    patch_model(encoder.get_submodule("0.model"), "alibi", max_length=64)
+    encoder.max_seq_length = 64
+    rows = {"one": ["a ship", "the sea"] * 4, "other": ["at sea", "a river"] * 4}
+    if kind == "CrossEncoder":
+        loss: Any = BinaryCrossEntropyLoss(encoder)
+        rows["label"] = [0.0, 1.0] * 4  # type: ignore[list-item]
+    else:
+        inner = SparseMultipleNegativesRankingLoss(encoder, scale=100.0)
+        loss = SpladeLoss(encoder, loss=inner, query_regularizer_weight=1.0, document_regularizer_weight=1.0)
+    chosen: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4}
+    arguments = getattr(st, f"{kind}TrainingArguments")(str(tmp_path / "run"), **chosen | QUIET)
+    proof, data = PosswapCallback("alibi"), datasets.Dataset.from_dict(rows)
+    getattr(st, f"{kind}Trainer")(encoder, arguments, data, loss=loss, callbacks=[proof]).train()
+    assert proof.verification is not None
+    assert proof.record is not None
+    assert proof.record.tokens > 0
+    assert proof.first_loss is not None
+    again = getattr(st, kind)(str(tmp_path / "run" / "checkpoint-2"), device="cpu")
+    assert training_of(again.get_submodule("0.model").config) == proof.record
+    too_short = PosswapCallback(max_length=4)
+    with pytest.raises(PositionRangeError, match="a training sequence has"):
+        getattr(st, f"{kind}Trainer")(encoder, arguments, data, loss=loss, callbacks=[too_short]).train()
 
 
 def test_a_trainer_that_logs_no_first_loss_is_warned_of(tmp_path: Path) -> None:
