@@ -9,7 +9,6 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedSwapError
 
-
 ANY_KIND = ("SentenceTransformer", "CrossEncoder", "SparseEncoder")
 """Classes of sentence-transformers with a transformers model inside, each of which has a Trainer."""
 
