@@ -378,7 +378,7 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
         patch_model(model, record.choice(), **record.arguments)
     base = unwrap(model)
     if adapter.record is not None and getattr(base, "_posswap", None) is not None:
-        _set_as_trained(base, adapter.record)
+        set_as_trained(base, adapter.record)
     _refuse_other(base, adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
     if adapter.training is not None and adapter.record is not None:
         base.config.posswap_training = adapter.training
@@ -389,8 +389,8 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
     return adapted
 
 
-def _set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
-    """Set what may move after a base was saved, the weight of a blend and a logit scale, to what `record` says."""
+def set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
+    """Set what moves and is no weight of a model, that of a blend and a logit scale, to what `record` says."""
     chosen = record.choice()
     schemes = list(chosen.values()) if isinstance(chosen, dict) else [chosen]
     carried = list(applied_swap(base).plan.schemes.values())

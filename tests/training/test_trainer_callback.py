@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -411,6 +412,46 @@ def test_a_blend_may_advance(tmp_path: Path) -> None:
     advance = At(2, lambda model: hf_posswap.set_blend(model, 0.6))
     trainer(model, tmp_path, PosswapCallback("blend"), advance).train()
     assert load(tmp_path / "checkpoint-4").config.posswap["scheme"]["weight"] == 0.6
+
+
+class Advance(TrainerCallback):
+    """Moves a blend at the end of each step, a quarter on."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        hf_posswap.set_blend(model, state.global_step / 4)
+
+
+def blended() -> Any:
+    return patch_model(tiny("gpt2"), hf_posswap.Blend(new=hf_posswap.Kerple()))
+
+
+def weight_of(model: Any) -> float:
+    return hf_posswap.swap_plan(model).scheme.weight
+
+
+def test_a_blend_is_resumed_where_its_checkpoint_had_it(tmp_path: Path) -> None:
+    """Its weight is no weight of the model, so the Trainer does not load it."""
+    whole = blended()
+    trainer(whole, tmp_path, PosswapCallback(), Advance()).train()
+    assert weight_of(load(tmp_path / "checkpoint-2")) == 0.5
+    resumed, seen = blended(), []
+    started = At(2, lambda model: None)
+    started.on_step_begin = lambda *args, **kwargs: seen.append(weight_of(resumed))  # type: ignore[method-assign]
+    run = trainer(resumed, tmp_path, PosswapCallback(), Advance(), started)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen == [0.5, 0.75]
+    assert (logits(resumed) - logits(whole)).abs().max() == 0
+
+
+def test_the_best_checkpoint_is_loaded_with_its_blend(tmp_path: Path) -> None:
+    model, losses = blended(), itertools.count(1.0)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": False}
+    run = trainer(model, tmp_path, PosswapCallback(), Advance(), metric_for_best_model="eval_made", **best)
+    run.evaluate = lambda *args, **kwargs: {"eval_made": next(losses)}  # type: ignore[method-assign]
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert weight_of(model) == 0.5
+    assert (logits(model) - logits(load(tmp_path / "checkpoint-2"))).abs().max() == 0
 
 
 def test_a_blend_into_another_mechanism_is_not_resumed(tmp_path: Path) -> None:
