@@ -428,7 +428,8 @@ def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, h
     left_over = vars(adapted).pop(LEFT_OVER, ())
     if left_over:
         name, task = type(unwrap(model)).__name__, getattr(adapted.active_peft_config, "task_type", None)
-        if hasattr(adapted.base_model, "unload"):  # the model is the caller's
+        if hasattr(adapted.base_model, "unload"):  # the model is the caller's; an active copy would take its place
+            adapted.delete_adapter(adapted.active_adapter)
             adapted.base_model.unload()
         raise CheckpointError(
             f"the adapter {str(source)!r} holds weights that {name} has no place for: {', '.join(left_over[:4])}"

@@ -377,12 +377,16 @@ def test_the_adapter_of_another_class_is_refused_instead_of_read_in_part(
     task: str | None, auto: str, tmp_path: Path
 ) -> None:
     """TRL's RewardTrainer puts one on a class with a new head, and its base is the folder of a causal model."""
-    patch_model(build("llama"), "alibi").save_pretrained(tmp_path / "base")
+    patch_model(build("llama"), "kerple").save_pretrained(tmp_path / "base")
     labels = {} if auto == "AutoModel" else {"num_labels": 1}
     of_class = getattr(transformers, auto)
-    config = lora("llama", modules_to_save=["score"] if labels else None)
+    config = lora("llama", modules_to_save=["score", "posswap"] if labels else None)
     config.task_type = task
     trained = peft.get_peft_model(of_class.from_pretrained(tmp_path / "base", **labels), config).eval()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "posswap" in name and parameter.requires_grad:
+                parameter.mul_(-3)
     trained.save_pretrained(tmp_path / "adapter")
     expected = trained(IDS)[0].detach()
     causal = hf_posswap.load(tmp_path / "base").eval()
@@ -394,7 +398,7 @@ def test_the_adapter_of_another_class_is_refused_instead_of_read_in_part(
         load_adapter(causal, tmp_path / "adapter")
     assert gap(logits(causal, IDS), before) == 0
     loaded = hf_posswap.load(tmp_path / "adapter", model_class=of_class, **labels).eval()
-    assert gap(loaded(IDS)[0].detach(), expected) == 0
+    assert gap(loaded(IDS)[0].detach(), expected) < 1e-4
 
 
 def test_broken_and_missing_files(tmp_path: Path) -> None:
