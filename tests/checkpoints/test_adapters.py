@@ -251,6 +251,20 @@ def test_what_moved_after_the_base_was_saved_is_set_again(scheme: Scheme, tmp_pa
         hf_posswap.load(tmp_path / "adapter")
 
 
+def test_a_blend_that_moved_on_is_told_where_to_go(tmp_path: Path) -> None:
+    """A Trainer that resumes puts the adapter of a checkpoint on a base at another weight."""
+    model = adapted("gpt2", "blend", tmp_path / "base", new="rope", weight=0.5)
+    model.save_pretrained(tmp_path / "adapter")
+    base = patch_model(hf_posswap.load(tmp_path / "base"), Blend(new="rope"))
+    with pytest.raises(RecordError, match=r"or move the blend there.*: hf_posswap.set_blend\(model, 0.5\)\."):
+        load_adapter(base, tmp_path / "adapter")
+    hf_posswap.set_blend(base, 0.5)
+    assert gap(logits(load_adapter(base, tmp_path / "adapter").eval(), IDS), logits(model, IDS)) == 0
+    other = patch_model(hf_posswap.load(tmp_path / "base"), Blend(new="alibi"))
+    with pytest.raises(RecordError, match="or swap the base in the same way"):
+        load_adapter(other, tmp_path / "adapter")
+
+
 def test_position_modules_where_nothing_is_learned() -> None:
     for scheme in ("rope", "sinusoidal", "nope"):
         model = build("gpt2")
