@@ -20,7 +20,7 @@ from hf_posswap.checkpoints.adapters import (
     import_peft,
     without_peft_warning,
 )
-from hf_posswap.compat.peft_wrappers import read_adapter_weights
+from hf_posswap.compat.peft_wrappers import LEFT_OVER, read_adapter_weights
 from hf_posswap.compat.transformers_loading import auto_mapping, file_of, ignored_on_load
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
 from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
@@ -71,6 +71,8 @@ MOST_ADAPTERS = 8
 """That may lie on top of one another."""
 _loading: ContextVar[tuple[str, ...]] = ContextVar("posswap_adapters_loading", default=())
 """The adapters whose bases are being loaded, the outermost first."""
+_MODEL_VALUES = {"dtype", "torch_dtype", "attn_implementation", "experts_implementation", "quantization_config"}
+"""Arguments of `from_pretrained` that configs know too, and that a model is made by."""
 _OTHER_WEIGHTS = {"state_dict", "subfolder", "variant"}
 """Arguments of `from_pretrained` that have it take other weights than those in the folder itself."""
 EXAMPLE = Path(__file__).resolve().parents[1] / "quickstart" / "model"
@@ -100,7 +102,8 @@ def load(
         trust_remote_code: run code that the checkpoint (or the base that an adapter names) brings: its config class,
             its `generate`. A swapped checkpoint of this package needs none: what is installed here runs.
         gguf_file: the name of the GGUF file in `source`, where several lie there.
-        kwargs: for `from_pretrained`: dtype, device_map, attn_implementation, revision, token, ...
+        kwargs: for `from_pretrained`: dtype, device_map, attn_implementation, revision, token, ..., and values of the
+            config, such as num_labels.
 
     Raises:
         CheckpointError: nothing readable is there, or weights are missing or do not fit, are integers where the model
@@ -131,6 +134,8 @@ def load(
     config = read_config(source, trust_remote_code=trust_remote_code, **hub)
     chosen = model_class or model_class_of(config)
     config_class = type(config)
+    for name in [name for name in kwargs if name not in _MODEL_VALUES and hasattr(config, name)]:
+        setattr(config, name, kwargs.pop(name))  # as from_pretrained does that reads the config itself
     if native_config_class(config) is not config_class and auto_mapping(chosen) is None:
         chosen = swapped_class(chosen)
     try:
@@ -373,7 +378,7 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
         patch_model(model, record.choice(), **record.arguments)
     base = unwrap(model)
     if adapter.record is not None and getattr(base, "_posswap", None) is not None:
-        _set_as_trained(base, adapter.record)
+        set_as_trained(base, adapter.record)
     _refuse_other(base, adapter, str(source), trust_unrecorded=True)  # it is the base that the adapter names
     if adapter.training is not None and adapter.record is not None:
         base.config.posswap_training = adapter.training
@@ -384,8 +389,8 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
     return adapted
 
 
-def _set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
-    """Set what may move after a base was saved, the weight of a blend and a logit scale, to what `record` says."""
+def set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
+    """Set what moves and is no weight of a model, that of a blend and a logit scale, to what `record` says."""
     chosen = record.choice()
     schemes = list(chosen.values()) if isinstance(chosen, dict) else [chosen]
     carried = list(applied_swap(base).plan.schemes.values())
@@ -420,6 +425,18 @@ def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, h
     except Exception as error:  # PEFT may raise anything, given a config that holds other types than it asks for
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {reason}") from error
+    left_over = vars(adapted).pop(LEFT_OVER, ())
+    if left_over:
+        name, task = type(unwrap(model)).__name__, getattr(adapted.active_peft_config, "task_type", None)
+        if hasattr(adapted.base_model, "unload"):  # the model is the caller's; an active copy would take its place
+            adapted.delete_adapter(adapted.active_adapter)
+            adapted.base_model.unload()
+        raise CheckpointError(
+            f"the adapter {str(source)!r} holds weights that {name} has no place for: {', '.join(left_over[:4])}"
+            f"{f' and {len(left_over) - 4} more' if len(left_over) > 4 else ''}. It was trained on another class"
+            f"{f', for the task {task}' if task else ''}. What works: its base as that class, by model_class of "
+            "hf_posswap.load, such as AutoModelForSequenceClassification, with num_labels as it was."
+        )
     return adapted
 
 

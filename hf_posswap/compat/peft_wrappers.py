@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ChangeWeights = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """Takes a model and weights of it, and returns the weights to use instead."""
+LEFT_OVER = "posswap_left_over"
+"""Attribute of a PEFT model: the names of the weights, of the adapter read last, that it has no place for."""
 _WRAPPED = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)\.")
 
 
@@ -288,8 +290,9 @@ def watch_adapters(
 ) -> None:
     """Have three functions called where PEFT's models save themselves, and load adapters.
 
-    Touches `PeftModel.save_pretrained`, `.from_pretrained` and `.load_adapter` by the names of their arguments (peft
-    0.18 to 0.21). Without it an adapter that PEFT, TRL or a Trainer saves says nothing of the swap of its base.
+    Touches `PeftModel.save_pretrained`, `.from_pretrained` and `.load_adapter` by the names of their arguments, and
+    `unexpected_keys` of what the last one returns, kept as `LEFT_OVER` (peft 0.18 to 0.21). Without it an adapter that
+    PEFT, TRL or a Trainer saves says nothing of the swap of its base.
 
     Args:
         module: `peft.peft_model`.
@@ -316,7 +319,9 @@ def watch_adapters(
     def _load(self: nn.Module, *args: object, **kwargs: object) -> object:
         given = arguments[load].bind(self, *args, **kwargs).arguments
         loading(self, Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
-        return load(self, *args, **kwargs)
+        result = load(self, *args, **kwargs)
+        vars(self)[LEFT_OVER] = tuple(getattr(result, "unexpected_keys", ()))
+        return result
 
     @functools.wraps(begin)
     def _begin(cls: type, /, *args: object, **kwargs: object) -> object:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_posswap.checkpoints.load import set_as_trained
 from hf_posswap.errors import (
     NotPatchedError,
     NumericError,
@@ -147,6 +148,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self.record: TrainingRecord | None = None
         self.resumed: dict[str, object] = {}
         self._watch: SequenceWatch | None = None
+        self._trained: ref[PreTrainedModel] | None = None
         self._proved: tuple[ref[object], Verification] | None = None
         self._base: str | None = None
         self._step, self._limit, self._before = 0, math.inf, 0
@@ -157,9 +159,11 @@ class PosswapCallback(TrainerCallback, ExportableState):
         arguments = {name: getattr(self, name) for name in ("max_first_loss", "max_length", "require", "digests")}
         scheme = None if self.scheme is None else self.scheme.to_dict()
         record = None if self.record is None else self.record.to_dict()
+        model = None if self._trained is None else self._trained()
+        swap = self._swap if model is None else getattr(model.config, "posswap", None)  # a blend moves in a step's end
         return {
             "args": arguments | {"scheme": scheme},
-            "attributes": {"resumed": {"record": record, "swap": self._swap}},
+            "attributes": {"resumed": {"record": record, "swap": swap}},
         }
 
     def on_init_end(
@@ -196,14 +200,10 @@ class PosswapCallback(TrainerCallback, ExportableState):
         inside = model_inside(model)
         assert model is not None
         plan = self._prove(inside)
-        callbacks: Any = state.stateful_callbacks
-        saved_states = callbacks.get(PosswapCallback.__name__) if state.global_step else None
-        last = saved_states[-1] if isinstance(saved_states, list) else saved_states
-        resumed = (last or {}).get("attributes", {}).get("resumed")
-        saved = resumed if isinstance(resumed, dict) else {}
+        self._trained, saved = ref(inside), _saved_in(state) if state.global_step else {}
         self._refuse_another_swap(saved, inside, state.global_step)
         _warn_of_decay(inside, kwargs.get("optimizer"))
-        expected = first_loss_limit(inside) if self.max_first_loss is None else self.max_first_loss
+        expected = first_loss_limit(inside, model) if self.max_first_loss is None else self.max_first_loss
         self._limit = math.inf if expected is None else expected
         self._watch = SequenceWatch(plan, None if plan is None else self.max_length or plan.max_length)
         self._watch.attach(inside, model, state)
@@ -257,14 +257,17 @@ class PosswapCallback(TrainerCallback, ExportableState):
         return plan
 
     def _refuse_another_swap(self, saved: dict[str, object], model: PreTrainedModel, step: int) -> None:
-        """Refuse to resume a training with another mechanism than its checkpoint was trained with."""
+        """Refuse to resume a training with another mechanism than its checkpoint was trained with; a blend goes on."""
         values = getattr(model.config, "posswap", None)
         now = None if values is None else SwapRecord.from_dict(values)
         self._swap = values
         if "swap" not in saved or saved.get("record") is None:
             return
         then = None if saved["swap"] is None else SwapRecord.from_dict(saved["swap"])
-        if _is_same(then, now):
+        if then is None and now is None:
+            return
+        if then is not None and now is not None and _of_any_weight(then).is_same_mechanism(_of_any_weight(now)):
+            set_as_trained(model, then)
             return
         was, is_now = (None if record is None else record.scheme for record in (then, now))
         raise TrainingError(
@@ -375,11 +378,17 @@ class PosswapCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: object,
     ) -> None:
-        """Check the swap once more, after the best checkpoint may have been loaded."""
+        """Check the swap once more, after the best checkpoint may have been loaded, whose blend was elsewhere."""
         inside = model_inside(model)
+        best = Path(state.best_model_checkpoint or "", "trainer_state.json")
+        if args.load_best_model_at_end and state.best_model_checkpoint and best.is_file():
+            values = _saved_in(TrainerState.load_from_json(str(best))).get("swap")
+            if values is not None and getattr(inside, "_posswap", None) is not None:
+                set_as_trained(inside, SwapRecord.from_dict(values))
         if self._watch is not None:
             self._write(inside, state, args)
             self._watch.detach()
+        self._trained = None
         self._check_intact(inside, state)
 
     def _check_intact(self, model: PreTrainedModel, state: TrainerState) -> None:
@@ -430,11 +439,12 @@ def _warn_of_decay(model: PreTrainedModel, optimizer: object) -> None:
         )
 
 
-def _is_same(then: SwapRecord | None, now: SwapRecord | None) -> bool:
-    """Return whether two records name one mechanism; the weight of a blend changes while it trains."""
-    if then is None or now is None:
-        return then is now
-    return _of_any_weight(then).is_same_mechanism(_of_any_weight(now))
+def _saved_in(state: TrainerState) -> dict[str, Any]:
+    """Return what the callback of a checkpoint stored of the training until then; {}: it had none."""
+    stored = vars(state)["stateful_callbacks"].get(PosswapCallback.__name__)
+    last = stored[-1] if isinstance(stored, list) else stored
+    saved = (last or {}).get("attributes", {}).get("resumed")
+    return saved if isinstance(saved, dict) else {}
 
 
 def _of_any_weight(record: SwapRecord) -> SwapRecord:

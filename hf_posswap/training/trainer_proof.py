@@ -34,7 +34,7 @@ from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from hf_posswap.schemes import Scheme
 from hf_posswap.utils.atomic_io import read_json
 from hf_posswap.utils.digests import state_digest
-from hf_posswap.utils.sentence_models import is_sentence_model
+from hf_posswap.utils.sentence_models import ANY_KIND, inner_model, is_sentence_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,14 +49,15 @@ _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
 def model_inside(model: nn.Module | None) -> PreTrainedModel:
-    """Return the transformers model inside `model`, which may be in DDP, torch.compile, DeepSpeed or PEFT.
+    """Return the transformers model inside `model`: DDP, torch.compile, DeepSpeed, PEFT, or of sentence-transformers.
 
     Raises:
         UnsupportedSwapError: there is none.
     """
     from accelerate.utils import extract_model_from_parallel
 
-    return unwrap(extract_model_from_parallel(model, keep_torch_compile=False))
+    whole = extract_model_from_parallel(model, keep_torch_compile=False)
+    return unwrap(inner_model(whole) if is_sentence_model(whole, ANY_KIND) else whole)
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
@@ -115,13 +116,14 @@ def _holds_schemes(value: object) -> bool:
     return isinstance(value, Scheme) or (isinstance(value, tuple) and any(map(_holds_schemes, value)))
 
 
-def first_loss_limit(model: PreTrainedModel) -> float | None:
-    """Return the highest first loss to expect: that of a uniform guess and 1.5 nats; None: it has no vocabulary head.
+def first_loss_limit(model: PreTrainedModel, outer: nn.Module) -> float | None:
+    """Return the highest first loss to expect: that of a uniform guess and 1.5 nats; None: its loss is no guess of one.
 
     Args:
         model: the transformers model.
+        outer: what the Trainer trains. A SparseEncoder has a vocabulary head, and its loss is of other things.
     """
-    if model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None or is_sentence_model(outer, ANY_KIND):
         return None
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     return math.log(vocabulary) + ABOVE_GUESSING if isinstance(vocabulary, int) and vocabulary > 0 else None
@@ -296,7 +298,7 @@ class SequenceWatch:
             if watch._training is not training:
                 watch.detach()
         holders = (module for module in outer.modules() if any(child is model for child in module.children()))
-        watched = next(holders) if is_sentence_model(outer) else model
+        watched = next(holders) if is_sentence_model(outer, ANY_KIND) else model
         self._handle = watched.register_forward_pre_hook(self, with_kwargs=True)
         self._model, self._training = ref(model), training
         _ATTACHED.setdefault(model, []).append(self)

@@ -9,20 +9,27 @@ from torch import nn
 
 from hf_posswap.errors import UnsupportedSwapError
 
+ANY_KIND = ("SentenceTransformer", "CrossEncoder", "SparseEncoder")
+"""Classes of sentence-transformers with a transformers model inside, each of which has a Trainer."""
 
-def is_sentence_model(model: object) -> bool:
-    """Return whether `model` is a SentenceTransformer; sentence-transformers is not imported for it.
+
+def is_sentence_model(model: object, kinds: tuple[str, ...] = ANY_KIND[:1]) -> bool:
+    """Return whether `model` is of one of `kinds`; sentence-transformers is not imported for it.
+
+    Args:
+        model: anything.
+        kinds: names of classes. Only a SentenceTransformer is swapped and saved as a whole.
 
     Example:
         >>> is_sentence_model(nn.Linear(2, 2))
         False
     """
-    cls = getattr(sys.modules.get("sentence_transformers"), "SentenceTransformer", None)
-    return cls is not None and isinstance(model, cls)
+    package = sys.modules.get("sentence_transformers")
+    return any(isinstance(model, getattr(package, kind, ())) for kind in kinds)
 
 
 def inner_model(model: nn.Module) -> Any:
-    """Return the transformers model, or the PEFT model around one, inside the SentenceTransformer `model`.
+    """Return the transformers model, or the PEFT model around one, inside `model` of sentence-transformers.
 
     Raises:
         UnsupportedSwapError: there is none, or there are several.

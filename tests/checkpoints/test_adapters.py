@@ -251,6 +251,20 @@ def test_what_moved_after_the_base_was_saved_is_set_again(scheme: Scheme, tmp_pa
         hf_posswap.load(tmp_path / "adapter")
 
 
+def test_a_blend_that_moved_on_is_told_where_to_go(tmp_path: Path) -> None:
+    """A Trainer that resumes puts the adapter of a checkpoint on a base at another weight."""
+    model = adapted("gpt2", "blend", tmp_path / "base", new="rope", weight=0.5)
+    model.save_pretrained(tmp_path / "adapter")
+    base = patch_model(hf_posswap.load(tmp_path / "base"), Blend(new="rope"))
+    with pytest.raises(RecordError, match=r"or move the blend there.*: hf_posswap.set_blend\(model, 0.5\)\."):
+        load_adapter(base, tmp_path / "adapter")
+    hf_posswap.set_blend(base, 0.5)
+    assert gap(logits(load_adapter(base, tmp_path / "adapter").eval(), IDS), logits(model, IDS)) == 0
+    other = patch_model(hf_posswap.load(tmp_path / "base"), Blend(new="alibi"))
+    with pytest.raises(RecordError, match="or swap the base in the same way"):
+        load_adapter(other, tmp_path / "adapter")
+
+
 def test_position_modules_where_nothing_is_learned() -> None:
     for scheme in ("rope", "sinusoidal", "nope"):
         model = build("gpt2")
@@ -362,6 +376,43 @@ def test_a_damaged_sidecar_is_refused_and_says_why(
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(error, match=said):
         hf_posswap.load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("task", "auto"),
+    [
+        ("SEQ_CLS", "AutoModelForSequenceClassification"),
+        ("TOKEN_CLS", "AutoModelForTokenClassification"),
+        ("FEATURE_EXTRACTION", "AutoModel"),
+        (None, "AutoModelForSequenceClassification"),
+    ],
+)
+def test_the_adapter_of_another_class_is_refused_instead_of_read_in_part(
+    task: str | None, auto: str, tmp_path: Path
+) -> None:
+    """TRL's RewardTrainer puts one on a class with a new head, and its base is the folder of a causal model."""
+    patch_model(build("llama"), "kerple").save_pretrained(tmp_path / "base")
+    labels = {} if auto == "AutoModel" else {"num_labels": 1}
+    of_class = getattr(transformers, auto)
+    config = lora("llama", modules_to_save=["score", "posswap"] if labels else None)
+    config.task_type = task
+    trained = peft.get_peft_model(of_class.from_pretrained(tmp_path / "base", **labels), config).eval()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "posswap" in name and parameter.requires_grad:
+                parameter.mul_(-3)
+    trained.save_pretrained(tmp_path / "adapter")
+    expected = trained(IDS)[0].detach()
+    causal = hf_posswap.load(tmp_path / "base").eval()
+    before = logits(causal, IDS)
+    message = r"holds weights that LlamaForCausalLM has no place for: base_model\.model.*another class.*model_class of"
+    with pytest.raises(CheckpointError, match=message):
+        hf_posswap.load(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(causal, tmp_path / "adapter")
+    assert gap(logits(causal, IDS), before) == 0
+    loaded = hf_posswap.load(tmp_path / "adapter", model_class=of_class, **labels).eval()
+    assert gap(loaded(IDS)[0].detach(), expected) < 1e-4
 
 
 def test_broken_and_missing_files(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model
 from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.model_class import native_class, swapped_class
+from hf_posswap.testing.tiny import tiny_model
 from tests.checkpoints.fresh import PROJECT
 from tests.contract.models import LENGTH
 from tests.contract.pairs import Pair, words
@@ -309,3 +310,16 @@ def test_a_decoder_alone_is_no_encoder_decoder_and_the_reason_is_said(tmp_path: 
     for loaded in (transformers.AutoModelForCausalLM.from_pretrained(tmp_path), hf_posswap.load(tmp_path)):
         ids = torch.arange(3, 30)[None]
         assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "fire", "native + ssmax", "rope", "self_extend"])
+def test_tensor_parallelism_is_refused_where_heads_differ(scheme: str) -> None:
+    """As `from_pretrained(tp_plan="auto")` leaves it: each process has some of the heads."""
+    model: Any = hf_posswap.patch_model(tiny_model("llama", meta=False), scheme, site="attention", max_length=64)
+    type(model).posswap_loaded(model)
+    model._tp_size = 2
+    if scheme in ("rope", "self_extend"):
+        type(model).posswap_loaded(model)
+        return
+    with pytest.raises(UnsupportedSwapError, match=r"for each attention head .* What works: FSDP2, DDP or device_map"):
+        type(model).posswap_loaded(model)

@@ -14,6 +14,7 @@ import torch
 import hf_posswap
 from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import CheckpointError
+from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.training.fresh import byte_tokenizer
 
 
@@ -433,3 +434,18 @@ def test_a_new_head_is_new_and_a_missing_body_is_refused(scheme: str, tmp_path: 
     for model_class in (None, AutoModelForSequenceClassification):
         with pytest.raises(CheckpointError, match="missing .*c_attn.weight"):
             hf_posswap.load(folder, model_class=model_class)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "yarn:factor=2"])
+def test_values_of_the_config_are_taken_as_from_pretrained_takes_them(scheme: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    hf_posswap.patch_model(tiny_model("llama", meta=False), scheme).save_pretrained(tmp_path)
+    loaded: Any = hf_posswap.load(tmp_path, model_class=AutoModelForSequenceClassification, num_labels=3)
+    assert (loaded.score.out_features, loaded.config.num_labels) == (3, 3)
+    assert hf_posswap.swap_plan(loaded).schemes
+    causal = hf_posswap.load(tmp_path, use_cache=False, dtype=torch.bfloat16, attn_implementation="eager")
+    assert not causal.config.use_cache
+    assert (causal.dtype, causal.config._attn_implementation) == (torch.bfloat16, "eager")
+    with pytest.raises(CheckpointError, match="unexpected keyword argument 'nonsense'"):
+        hf_posswap.load(tmp_path, nonsense=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from hf_posswap.patching.record.training import swap_digest, training_of
 from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from hf_posswap.schemes import make_scheme
 from hf_posswap.training.engine.parallel import shard_on_cpus
+from hf_posswap.training.fresh import byte_tokenizer
 from hf_posswap.training.trainer_proof import check_scheme, dataset_digest, is_sharded, model_inside
 from hf_posswap.utils.digests import weights_digest
 from tests import forked
@@ -412,6 +414,46 @@ def test_a_blend_may_advance(tmp_path: Path) -> None:
     assert load(tmp_path / "checkpoint-4").config.posswap["scheme"]["weight"] == 0.6
 
 
+class Advance(TrainerCallback):
+    """Moves a blend at the end of each step, a quarter on."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        hf_posswap.set_blend(model, state.global_step / 4)
+
+
+def blended() -> Any:
+    return patch_model(tiny("gpt2"), hf_posswap.Blend(new=hf_posswap.Kerple()))
+
+
+def weight_of(model: Any) -> float:
+    return hf_posswap.swap_plan(model).scheme.weight
+
+
+def test_a_blend_is_resumed_where_its_checkpoint_had_it(tmp_path: Path) -> None:
+    """Its weight is no weight of the model, so the Trainer does not load it."""
+    whole = blended()
+    trainer(whole, tmp_path, PosswapCallback(), Advance()).train()
+    assert weight_of(load(tmp_path / "checkpoint-2")) == 0.5
+    resumed, seen = blended(), []
+    started = At(2, lambda model: None)
+    started.on_step_begin = lambda *args, **kwargs: seen.append(weight_of(resumed))  # type: ignore[method-assign]
+    run = trainer(resumed, tmp_path, PosswapCallback(), Advance(), started)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen == [0.5, 0.75]
+    assert (logits(resumed) - logits(whole)).abs().max() == 0
+
+
+def test_the_best_checkpoint_is_loaded_with_its_blend(tmp_path: Path) -> None:
+    model, losses = blended(), itertools.count(1.0)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": False}
+    run = trainer(model, tmp_path, PosswapCallback(), Advance(), metric_for_best_model="eval_made", **best)
+    run.evaluate = lambda *args, **kwargs: {"eval_made": next(losses)}  # type: ignore[method-assign]
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert weight_of(model) == 0.5
+    assert (logits(model) - logits(load(tmp_path / "checkpoint-2"))).abs().max() == 0
+
+
 def test_a_blend_into_another_mechanism_is_not_resumed(tmp_path: Path) -> None:
     rope, linear = hf_posswap.Rope(base=500.0), hf_posswap.Linear(factor=2)
     trainer(patch_model(tiny("gpt2"), hf_posswap.Blend(rope, 0.2)), tmp_path, PosswapCallback()).train()
@@ -621,6 +663,47 @@ def test_sentence_transformers_train_a_swapped_encoder(tmp_path: Path) -> None:
     hf_posswap.unpatch_model(encoder)
     with pytest.raises(NotPatchedError, match="carries no swap"):
         st.SentenceTransformerTrainer(encoder, arguments, data, loss=loss, callbacks=[PosswapCallback()]).train()
+
+
+@pytest.mark.parametrize("kind", ["CrossEncoder", "SparseEncoder"])
+def test_encoders_of_pairs_and_of_sparse_vectors_are_proved_too(kind: str, tmp_path: Path) -> None:
+    """What is inside them is swapped, and the Trainer trains the whole; its loss is of no next token."""
+    st = pytest.importorskip("sentence_transformers")
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+
+    from hf_posswap.testing.tiny import tiny_model
+
+    base = tiny_model("BertForMaskedLM", meta=False, vocab_size=VOCABULARY)
+    base.save_pretrained(tmp_path / "base")
+    words = byte_tokenizer()
+    words.pad_token = words.eos_token
+    words.save_pretrained(tmp_path / "base")
+    options = {"num_labels": 1} if kind == "CrossEncoder" else {}
+    encoder = getattr(st, kind)(str(tmp_path / "base"), device="cpu", **options)
+    patch_model(encoder.get_submodule("0.model"), "alibi", max_length=64)
+    encoder.max_seq_length = 64
+    rows = {"one": ["a ship", "the sea"] * 4, "other": ["at sea", "a river"] * 4}
+    if kind == "CrossEncoder":
+        loss: Any = BinaryCrossEntropyLoss(encoder)
+        rows["label"] = [0.0, 1.0] * 4  # type: ignore[list-item]
+    else:
+        inner = SparseMultipleNegativesRankingLoss(encoder, scale=100.0)
+        loss = SpladeLoss(encoder, loss=inner, query_regularizer_weight=1.0, document_regularizer_weight=1.0)
+    chosen: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 4}
+    arguments = getattr(st, f"{kind}TrainingArguments")(str(tmp_path / "run"), **chosen | QUIET)
+    proof, data = PosswapCallback("alibi"), datasets.Dataset.from_dict(rows)
+    getattr(st, f"{kind}Trainer")(encoder, arguments, data, loss=loss, callbacks=[proof]).train()
+    assert proof.verification is not None
+    assert proof.record is not None
+    assert proof.record.tokens > 0
+    assert proof.first_loss is not None
+    again = getattr(st, kind)(str(tmp_path / "run" / "checkpoint-2"), device="cpu")
+    assert training_of(again.get_submodule("0.model").config) == proof.record
+    too_short = PosswapCallback(max_length=4)
+    with pytest.raises(PositionRangeError, match="a training sequence has"):
+        getattr(st, f"{kind}Trainer")(encoder, arguments, data, loss=loss, callbacks=[too_short]).train()
 
 
 def test_a_trainer_that_logs_no_first_loss_is_warned_of(tmp_path: Path) -> None:

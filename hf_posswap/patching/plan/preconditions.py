@@ -23,7 +23,7 @@ from hf_posswap.schemes.nope import NoPE
 from hf_posswap.schemes.sum import Sum
 
 _DOES = {"text": "reads text", "images": "sees images"}
-_FOR_TEXT = "rope, alibi, sinusoidal, learned"
+_FOR_TEXT = "rope, alibi, and where there is a position table sinusoidal, learned"
 
 
 def what_instead(given: object) -> str:
@@ -211,7 +211,7 @@ def refuse_no_table(model: nn.Module, stack: Stack, scheme: Scheme) -> None:
     if tables and stack.table is None:
         raise UnsupportedSwapError(
             f"{tables[0].name} needs a position table, and {type(model).__name__} has none. What works: "
-            "rope and its scalings, alibi, nope."
+            "rope and its scalings, alibi, and in a causal model nope."
         )
 
 

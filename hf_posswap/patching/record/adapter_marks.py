@@ -246,10 +246,13 @@ def refuse_other_base(model: nn.Module, wanted: SwapRecord, source: str | None =
     if has is not None and wanted.is_same_mechanism(has):
         return
     named, loaded = ("this adapter", "adapter") if source is None else (f"the adapter {source!r}", repr(source))
+    weight, instead = wanted.scheme.get("weight"), "or swap the base in the same way."
+    if has is not None and has.scheme | {"weight": weight} == wanted.scheme:
+        instead = f"or move the blend there, as before a training is resumed: hf_posswap.set_blend(model, {weight})."
     raise RecordError(
         f"{named} was trained on a {wanted.base_type} "
         f"swapped to {wanted.make_scheme()} for "
         f"{wanted.max_length} tokens, and this {type(model).__name__} "
         + ("is not swapped" if has is None else f"carries {has.make_scheme()} for {has.max_length} tokens")
-        + f". Load it by hf_posswap.load({loaded}), or swap the base in the same way."
+        + f". Load it by hf_posswap.load({loaded}), {instead}"
     )

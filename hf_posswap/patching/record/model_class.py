@@ -33,7 +33,7 @@ from hf_posswap.compat.peft_wrappers import (
 )
 from hf_posswap.compat.torch_modules import give_class
 from hf_posswap.compat.transformers_loading import LoadingHooks, auto_mappings
-from hf_posswap.compat.transformers_models import let_record_outputs
+from hf_posswap.compat.transformers_models import let_record_outputs, tensor_parallel_size
 from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import (
     RECORD,
@@ -192,6 +192,15 @@ class SwappedModel(LoadingHooks):
 
     @classmethod
     def posswap_loaded(cls, model: nn.Module) -> None:
+        parts = [part for part in model.modules() if isinstance(part, Mechanism)]
+        by_head = [part for part in parts if part.biases or next(part.parameters(), None) is not None]
+        if by_head and tensor_parallel_size(model) > 1:
+            scheme = _record_of(model.config, cls.posswap_native).scheme["name"]  # type: ignore[arg-type]
+            raise UnsupportedSwapError(
+                f"{scheme} has numbers for each attention head of {cls.__name__}, and tensor parallelism (tp_plan) "
+                "leaves a process some of the heads. What works: FSDP2, DDP or device_map; or a scheme that gives all "
+                "heads the same, such as rope, yarn or self_extend."
+            )
         _runtime[0].freeze(model)
 
 

@@ -15,8 +15,11 @@ from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan, unpatch_model
 from hf_posswap.patching.edits.edit import Edit
 from hf_posswap.patching.edits.restore import stored
+from hf_posswap.patching.plan.adaptation import as_trained
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.training import NAME as TRAINING
+from hf_posswap.patching.record.training import swap_digest, training_of
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable, rows_name
 from hf_posswap.schemes.base import Scheme
@@ -106,6 +109,7 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         key: stored(module, name).detach().clone().requires_grad_(getattr(module, name).requires_grad)
         for key, (module, name) in _new_tensors(target, plan).items()
     }
+    training = training_of(target.config)
     unpatch_model(model)
     try:
         planned_length = plan.max_length if scheme.old == "rotary" else None
@@ -119,6 +123,11 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
         raise
     if learned:
         _fill(_new_tensors(target, swap_plan(target)), learned)
+    ended_plan = swap_plan(target)
+    if training is not None and training.is_of(plan.record) and ended_plan.max_length == plan.max_length:
+        told = dataclasses.replace(training, swap=swap_digest(ended_plan.record))  # the same weights, without the blend
+        setattr(target.config, TRAINING, told.to_dict())
+        applied_swap(target).plan = as_trained(ended_plan, ended_plan.record, target.config)
     return model
 
 

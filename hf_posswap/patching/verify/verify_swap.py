@@ -158,4 +158,5 @@ def _difference(
         raise NoEffectSeen(f"{named}: the {outputs} are those of the unswapped model: nothing took effect.")
     if expected == "same":
         return f"its {outputs} are {moved:.3g} away, as they should be: an identity"
-    return f"its {outputs}, of standard deviation {float(native.std()):.3g}, are up to {moved:.3g} away"
+    of = f"standard deviation {float(native.std()):.3g}" if native.numel() > 1 else f"size {float(native.abs()):.3g}"
+    return f"its {outputs}, of {of}, are up to {moved:.3g} away"

@@ -19,12 +19,17 @@ from hf_posswap import (
     patch_model,
     patched,
     plan_swap,
+    set_blend,
     swap_plan,
     unpatch_model,
     verify_swap,
 )
+from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.errors import AlreadyPatchedError, CheckpointError, NotPatchedError, OptionError, UnsupportedSwapError
-from tests.contract.pairs import gap
+from hf_posswap.patching.sites.attention.edits import PositionHook
+from hf_posswap.schemes import Blend, Fire, Kerple, Rope, Scheme, T5Bias
+from hf_posswap.testing.tiny import tiny_model
+from tests.contract.pairs import CHANGE, gap, words
 from tests.patching.apply.test_wrapped import sentences
 
 LINES = ["A ship at sea.", "the river runs down to the sea " * 100]
@@ -173,3 +178,28 @@ def test_a_cross_encoder_is_told_of_the_length_at_which_it_cuts(tmp_path: Path) 
     assert gap(*map(torch.tensor, (model.predict([one]), model.predict([other])))) == 0
     model.max_seq_length = 2048
     assert gap(*map(torch.tensor, (model.predict([one]), model.predict([other])))) > 0
+
+
+@pytest.mark.parametrize(
+    "scheme", [Kerple(), T5Bias(init_std=0.5), Fire(), Blend(new=Rope(), weight=0.25)], ids=lambda scheme: scheme.name
+)
+def test_a_forward_past_all_hooks_keeps_nothing_of_the_one_before(scheme: Scheme) -> None:
+    """sentence-transformers calls the forward of its model so: what was trained, or blended, in between counts."""
+    model = patch_model(tiny_model("BertModel", meta=False), scheme)
+    memos = next(
+        hook for module in model.modules() for hook in pre_hooks(module) if isinstance(hook, PositionHook)
+    ).memos
+    ids = words(2, 20)
+    with torch.no_grad():
+        before = model.forward(ids)[0]
+        for name, parameter in model.named_parameters():
+            if name.startswith("posswap."):
+                parameter.mul_(-3)
+        if isinstance(scheme, Blend):
+            set_blend(model, 0.75)
+        after = model.forward(ids)[0]
+        assert gap(after, copy.deepcopy(model)(ids)[0]) == 0
+        assert gap(after, before) > CHANGE
+        for length in range(5, 15):
+            model.forward(words(1, length))
+    assert len(memos.of_thread().entries) == 1

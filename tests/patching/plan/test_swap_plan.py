@@ -22,6 +22,7 @@ from hf_posswap.errors import (
     UnsupportedModelError,
     UnsupportedSwapError,
 )
+from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, TINY, build
 from tests.toys.registration import TOY_MODEL
 
@@ -227,3 +228,16 @@ def test_a_table_that_needs_its_weights_is_refused_on_meta() -> None:
         model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
     with pytest.raises(SchemeError, match="needs a value from the old table's weights, and this model's are on meta"):
         patch_model(model, "sinusoidal")
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [("bloom", "rope_2d"), ("modernbert", "self_extend"), ("modernbert", "learned"), ("t5", "nope")],
+)
+def test_what_works_instead_works_for_such_a_model(model: str, scheme: str) -> None:
+    """A model without a table takes no table, and an encoder needs positions."""
+    with pytest.raises(UnsupportedSwapError, match="What works: ") as raised:
+        plan_swap(tiny_model(model), scheme)
+    works = str(raised.value).partition("What works: ")[2].partition(", and ")[0].removesuffix(".")
+    for other in works.replace(" and its scalings", "").split(", "):
+        assert plan_swap(tiny_model(model), other).scheme.name == other

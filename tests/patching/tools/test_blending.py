@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 import hf_posswap
 from hf_posswap import Blend, finish_blend, patch_model, set_blend, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, PositionRangeError, SchemeError, UnsupportedSwapError
+from hf_posswap.patching.record.training import swap_digest, training_of
 from hf_posswap.schemes import Alibi, Kerple, Learned, Linear, NoPE, Rope, Scheme, Sinusoidal, T5Bias
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, TINY, build
@@ -285,3 +286,17 @@ def test_a_blend_ends_beside_a_mechanism_that_an_adapter_trains() -> None:
     trained(wrapped)
     expected = both(wrapped)
     assert gap(both(finish_blend(wrapped)), expected) == 0
+
+
+def test_its_end_keeps_the_record_of_its_training() -> None:
+    """The weights were trained under the blend's new mechanism alone; at another length, nobody knows."""
+    for length, adaptation in ((LENGTH, "adapted: 9 tokens"), (2 * LENGTH, "required")):
+        model = build("gpt2")
+        patch_model(model, Blend(new=Rope(), weight=1.0))
+        told = {"version": 1, "base": "me/gpt2", "objective": "next-token", "what": "full", "held_out": {}}
+        told |= {"steps": 1, "tokens": 9, "base_weights": None, "recipe": None, "data": None}
+        model.config.posswap_training = told | {"swap": swap_digest(swap_plan(model).record)}
+        finish_blend(model, max_length=length)
+        assert swap_plan(model).adaptation.startswith(adaptation)
+        training = training_of(model.config)
+        assert (training is not None and training.is_of(swap_plan(model).record)) == (length == LENGTH)

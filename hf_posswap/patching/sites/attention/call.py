@@ -203,7 +203,7 @@ class AttentionCall:
         """Return `make()`, made once for all layers that stand alike and see `mask` as it is."""
         if mask is None:
             return self._shared((name, None), make)
-        if not self.memo.knows(None, mask):
+        if self.span.shared_cache is None or not self.memo.knows(None, mask):  # a traced id would be guarded
             return make()
         # the mask is held too, so that its id is not given to another
         known, _ = self._shared((name, id(mask), identity_of(mask)[1]), lambda: (make(), mask))

@@ -78,13 +78,11 @@ class PositionHook:
         hidden = args[0] if args else kwargs[self.hidden_argument]
         tokens_first = getattr(type(module), "tokens_first", None)  # a module is asked in vain at some length
         hidden = hidden if tokens_first is None else tokens_first(hidden)
-        memo, mechanism = self.memos.now(), self.mechanism
+        memo, mechanism = self.memos.now(module), self.mechanism
         standing = memo.standing
         inputs = *identity_of(kwargs.get("position_ids")), hidden.shape, hidden.device, len(args)
         if standing is None or not standing.matches(module, mechanism, kwargs, inputs):
             standing = self._standing(module, mechanism, memo, hidden, args, kwargs, inputs)
-        if memo.in_forward:
-            memo.calls += 1
         call = AttentionCall(mechanism, standing.span, memo, standing.keys, paged=standing.paged)
         kwargs = {**kwargs, CALL_ARGUMENT: call}
         if standing.keys != "raw" and standing.slot is not None and standing.cache is not None:
@@ -416,7 +414,7 @@ class CoordinateHook(PositionHook):
     """Pre-hook of an attention module that is given coordinates: tells the attention function."""
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        memo = self.memos.now()
+        memo = self.memos.now(module)
         places: Tensor = kwargs[COORDINATES]
         span = memo.shared(identity_of(places), lambda shared: Span(places, places.shape[1], True, None, shared))
         call = AttentionCall(self.mechanism, span, memo, keys="raw")

@@ -146,7 +146,9 @@ class ForwardMemo:
     wrote_keys: bool = False
     """Whether a layer wrote changed keys into a cache, which other layers may read."""
     calls: int = 0
-    """How often attention modules asked for it."""
+    """How often attention modules asked for it in a forward."""
+    callers: set[int] = field(default_factory=set)
+    """The ids of the attention modules that asked outside of one, since all was forgotten."""
     standing: Standing | None = None
     """How the layer before was called, where a layer that is called alike surely stands alike."""
     attends: tuple[PreTrainedConfig, str | None, Attention | None] | None = None
@@ -162,6 +164,7 @@ class ForwardMemo:
         """Forget everything."""
         self.entries.clear()
         self.masks.clear()
+        self.callers.clear()
         self.standing = None
         self.wrote_keys = False
 
@@ -221,13 +224,23 @@ class ForwardMemos:
         self.untold = False
         """Whether a forward that has a backward was ever given position ids of which layers may not be told."""
 
-    def now(self) -> ForwardMemo:
-        """Return the memo of the forward that runs."""
+    def now(self, module: nn.Module) -> ForwardMemo:
+        """Return the memo of the forward that runs, of which the attention module `module` asks.
+
+        Outside of any, one that asks again has begun another: sentence-transformers calls the forward of its model past
+        all hooks, and nothing else tells of its end.
+        """
         if torch.compiler.is_compiling():
             return self.traced
         memo = self._running()[-1][1]
         if self.begun_traced and not memo.in_forward:  # an uncompiled part of a compiled forward
             return replace(self.traced, entries=[], masks=[])
+        if memo.in_forward:
+            memo.calls += 1
+            return memo
+        if id(module) in memo.callers:
+            memo.clear()
+        memo.callers.add(id(module))
         return memo
 
     def of_thread(self) -> ForwardMemo:

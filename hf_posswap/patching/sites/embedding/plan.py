@@ -245,7 +245,7 @@ def _writable(context: SwapContext, scheme: TableScheme) -> TokenTable:
     if not isinstance(table, TokenTable) or context.site == "attention":
         raise UnsupportedSwapError(
             f"{scheme.name} needs a position table, but site='attention' was requested for "
-            f"{context.model_name}. What works: rope and its scalings, alibi, nope."
+            f"{context.model_name}. What works: rope and its scalings, alibi, and in a causal model nope."
         )
     _refuse_computed(context, scheme, table)
     _refuse_not_plain(context, table.path, scheme.name)

@@ -358,10 +358,11 @@ class LengthHook:
         length = _tokens(given) + _past(None if cache_argument is None else cache_argument[1])
         position_ids = given.get("position_ids")
         if position_ids is not None and not torch.compiler.is_compiling():
-            if (
-                position_ids.device.type == "cpu" or self.buffers
-            ):  # on other devices, reading it synchronizes with the host
-                length = max(length, int(position_ids.max()) + 1 - self.first)
+            too_many = self.capacity is not None and length > self.capacity and position_ids.device.type != "meta"
+            if position_ids.device.type == "cpu" or self.buffers or too_many:  # elsewhere it waits for the device
+                reach = int(position_ids.max()) + 1 - self.first
+                packed = self.capacity is not None and "position_ids" in self.signature  # each text begins anew
+                length = reach if packed else max(length, reach)
         if self.capacity is None:
             for name in self.buffers:
                 grow_buffer(module, name, length + self.offset)

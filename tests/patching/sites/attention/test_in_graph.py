@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import StaticCache
 
-from hf_posswap import set_backend
+from hf_posswap import patch_model, set_backend
 from hf_posswap.patching.sites.attention import backends, function
 from hf_posswap.schemes.mechanism import Mechanism, numbered
+from hf_posswap.testing.tiny import tiny_model
+from tests.contract.pairs import words
 from tests.patching.sites.attention.encoders import swapped_bert
 from tests.patching.sites.attention.test_situations import (
     EXACT,
@@ -189,6 +191,19 @@ def test_chunks_upon_a_static_cache_equal_the_whole(scheme: str, way: str, taken
             ).logits)  # fmt: skip
             assert set(taken) == ({way} if stop - start > 1 else set())
     assert (torch.cat(logits, dim=1) - expected)[LEFT.bool()].abs().max() < EXACT
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+def test_steps_of_generate_upon_a_static_cache_have_one_graph(scheme: str) -> None:
+    """Each step brings another mask: a graph that knew its mask again would be made anew in each."""
+    torch._dynamo.reset()
+    model: Any = patch_model(tiny_model("llama", meta=False), scheme, max_length=64)
+    ids, counter = words(2, 12), CompileCounter()
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **given)
+    model.compile(backend=counter, fullgraph=True)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **given), expected)
+    assert counter.frame_count == 2  # of the prompt, and of all steps
 
 
 @pytest.mark.parametrize(

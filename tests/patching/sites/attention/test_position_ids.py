@@ -17,11 +17,11 @@ from transformers.models.auto import modeling_auto
 
 import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
-from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
+from hf_posswap.errors import PositionRangeError, PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of, locate
 from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.patching.sites.attention.positions import PassPositionIds
-from hf_posswap.schemes import schemes_for
+from hf_posswap.schemes import Alibi, Blend, schemes_for
 from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import CHANGE, NOISE, gap
@@ -122,6 +122,26 @@ def test_packed_documents_are_not_read_as_half_of_one_text(name: str, changes: d
             continue
         with pytest.raises(UnsupportedSwapError, match=r"begin anew were given to \w+ without an attention_mask.*What"):
             first(model, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("gpt2", "learned"), ("gpt2", "together"), ("gpt2", Blend(new=Alibi(), weight=0.5)), ("gpt2", "sinusoidal")],
+    ids=str,
+)
+def test_documents_packed_into_one_row_need_no_table_as_long_as_the_row(name: str, scheme: Any) -> None:
+    model = tiny_model(name, meta=False)
+    patch_model(model, scheme)
+    documents = [words(1, length, seed=length) for length in (20, 32, 9)]
+    assert swap_plan(model).max_length == 32
+    packed = {"input_ids": torch.cat(documents, 1), "use_cache": False}
+    given = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
+    apart = torch.cat([first(model, input_ids=ids, use_cache=False) for ids in documents], 1)
+    assert gap(first(model, **packed, position_ids=given), apart) < NOISE
+    with pytest.raises(PositionRangeError, match="asked for 33 positions, but its position table ends at 32"):
+        first(model, **packed, position_ids=given + 1)
+    with pytest.raises(PositionRangeError, match="asked for 61 positions"):
+        first(model, **packed)
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "falcon"])

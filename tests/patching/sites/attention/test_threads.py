@@ -147,10 +147,10 @@ def test_copies_tell_threads_apart_too(copied: Any) -> None:
     memos = copied(ForwardMemos(source="mask", padding_id=7))
     found: list[Any] = []
     memos.begin(nn.Identity(), SPREAD, by_caller=True, runs_again=False)
-    other = threading.Thread(target=lambda: found.append(memos.now()))
+    other = threading.Thread(target=lambda: found.append(memos.now(nn.Identity())))
     other.start()
     other.join()
     assert (found[0].given, found[0].source, found[0].padding_id) == (None, "mask", 7)
-    assert memos.now().given is SPREAD
+    assert memos.now(nn.Identity()).given is SPREAD
     memos.end(nn.Identity())
-    assert memos.now().given is None
+    assert memos.now(nn.Identity()).given is None
