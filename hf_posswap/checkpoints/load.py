@@ -390,7 +390,7 @@ def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -
 
 
 def set_as_trained(base: PreTrainedModel, record: SwapRecord) -> None:
-    """Set what moves and is no weight of a model, that of a blend and a logit scale, to what `record` says."""
+    """Set the weight of a blend and a logit scale, which are not parameters, to the values in `record`."""
     chosen = record.choice()
     schemes = list(chosen.values()) if isinstance(chosen, dict) else [chosen]
     carried = list(applied_swap(base).plan.schemes.values())

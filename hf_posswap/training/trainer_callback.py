@@ -257,7 +257,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         return plan
 
     def _refuse_another_swap(self, saved: dict[str, object], model: PreTrainedModel, step: int) -> None:
-        """Refuse to resume a training with another mechanism than its checkpoint was trained with; a blend goes on."""
+        """Refuse to resume with another mechanism than the checkpoint's, and restore the weight of a blend from it."""
         values = getattr(model.config, "posswap", None)
         now = None if values is None else SwapRecord.from_dict(values)
         self._swap = values
@@ -378,7 +378,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: object,
     ) -> None:
-        """Check the swap once more, after the best checkpoint may have been loaded, whose blend was elsewhere."""
+        """Restore the weight of a blend of the best checkpoint, if the Trainer loaded that, and check the swap."""
         inside = model_inside(model)
         best = Path(state.best_model_checkpoint or "", "trainer_state.json")
         if args.load_best_model_at_end and state.best_model_checkpoint and best.is_file():
@@ -440,7 +440,7 @@ def _warn_of_decay(model: PreTrainedModel, optimizer: object) -> None:
 
 
 def _saved_in(state: TrainerState) -> dict[str, Any]:
-    """Return what the callback of a checkpoint stored of the training until then; {}: it had none."""
+    """Return the record and the swap that the callback stored in a checkpoint; {}: there was no callback."""
     stored = vars(state)["stateful_callbacks"].get(PosswapCallback.__name__)
     last = stored[-1] if isinstance(stored, list) else stored
     saved = (last or {}).get("attributes", {}).get("resumed")

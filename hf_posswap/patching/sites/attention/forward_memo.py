@@ -225,10 +225,10 @@ class ForwardMemos:
         """Whether a forward that has a backward was ever given position ids of which layers may not be told."""
 
     def now(self, module: nn.Module) -> ForwardMemo:
-        """Return the memo of the forward that runs, of which the attention module `module` asks.
+        """Return the memo of the current forward, for the attention module `module`.
 
-        Outside of any, one that asks again has begun another: sentence-transformers calls the forward of its model past
-        all hooks, and nothing else tells of its end.
+        Where no hook saw a forward begin, a module that asks a second time has begun another one: sentence-transformers
+        calls its model's `forward` directly, without hooks.
         """
         if torch.compiler.is_compiling():
             return self.traced
