@@ -125,10 +125,10 @@ def main(
             run.finish()
         rows[name, AFTER] = [hf_posswap.load(run.model).eval() for run in of_method]
     with RunStore(work_dir / "measured" / texts.documents.to_dict()["digest"][:10]) as store:
-        means = {
-            key: _mean([document_means(seed_model, texts, store) for seed_model in models])
-            for key, models in rows.items()
-        }
+        means: dict[tuple[str, str], Means] = {}
+        for row, models in rows.items():
+            by_seed = [document_means(seed_model, texts, store) for seed_model in models]
+            means[row] = {key: np.mean([each[key] for each in by_seed], axis=0) for key in by_seed[0]}
     text_paths = [Path(path) for path in (*(train or ()), *(valid or ()))]
     places = {
         work_dir: "$WORK",
@@ -187,10 +187,6 @@ def _swapped(folder: Path, name: str) -> Any:
     scheme = {"name": name} if name == "self_extend" else {"name": name, "factor": FACTOR}
     hf_posswap.patch_model(model, scheme, max_length=FACTOR * reach_of(model).window)
     return model
-
-
-def _mean(seeds: Sequence[Means]) -> Means:
-    return {key: np.mean([means[key] for means in seeds], axis=0) for key in seeds[0]}
 
 
 def _lengths(means: Means) -> list[dict[str, Any]]:
