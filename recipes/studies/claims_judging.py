@@ -73,12 +73,10 @@ def _curves(quick: str, slow: str, of: Measured) -> Pair:
     return of["text"][slow]["curve"], of["text"][quick]["curve"]
 
 
-def _ends(first: str, second: str, of: Measured) -> Pair:
-    return of["text"][first]["losses"]["1"], of["text"][second]["losses"]["1"]
-
-
-def _longer(scheme: str, windows: str, of: Measured) -> Pair:
-    return of["text"][scheme]["losses"]["1"], of["text"][scheme]["losses"][windows]
+def _losses(first: tuple[str, str], second: tuple[str, str], of: Measured) -> Pair:
+    """Return the losses of two schemes, each in a number of windows."""
+    (scheme, windows), (other, others) = first, second
+    return of["text"][scheme]["losses"][windows], of["text"][other]["losses"][others]
 
 
 def _farther(scheme: str, windows: str, of: Measured) -> Pair:
@@ -95,7 +93,7 @@ def _reads_on(name: str, scheme: str, label: str, source: str) -> Claim:
         ClaimPart(
             f"{m} windows at once less one by one",
             Region(high=MARGIN),
-            partial(_longer, scheme, m),
+            partial(_losses, (scheme, "1"), (scheme, m)),
             (("text", scheme),),
             over_texts=True,
         )
@@ -154,7 +152,7 @@ CLAIMS = (
             ClaimPart(
                 "learned less sinusoidal, in the window",
                 Region(-MARGIN, MARGIN),
-                partial(_ends, "sinusoidal", "learned"),
+                partial(_losses, ("sinusoidal", "1"), ("learned", "1")),
                 (("text", "sinusoidal"), ("text", "learned")),
                 over_texts=True,
             ),
