@@ -66,9 +66,10 @@ def render(rows: list[Row]) -> str:
     """Return the region's Markdown: the schemes, classes x schemes with the count, and the classes left out."""
     supported = [row for row in rows if _outcomes(row) != {"no"}]
     cells = sum(cell["outcome"] != "no" for row in supported for cell in row["schemes"].values())
+    release = ".".join(rows[0]["transformers"].split(".")[:2])  # every patch release has the same results
     head = (
         f"**{len(supported)} of {len(rows)} classes** for causal, masked and sequence-to-sequence language "
-        f"modelling in transformers {_minor(rows[0]['transformers'])} can be patched, {cells} pairs of a class and a "
+        f"modelling in transformers {release} can be patched, {cells} pairs of a class and a "
         "scheme. Each pair was run on a tiny model by the light contract (`pytest -m slow "
         "tests/contract/test_light.py`), with "
         f"torch {rows[0]['torch'].partition('+')[0]}."
@@ -78,11 +79,6 @@ def render(rows: list[Row]) -> str:
         f"Classes that cannot be patched, and why ({len(rows) - len(supported)})", _left_out(rows, supported)
     )
     return "\n\n".join([*sections, left_out])
-
-
-def _minor(version: str) -> str:
-    """Return "5.24" of "5.24.1": the page is valid for every patch release with the same results."""
-    return ".".join(version.split(".")[:2])
 
 
 def _schemes_table() -> str:
