@@ -9,7 +9,6 @@ import torch
 
 from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.torch_tensors import without_fake_mode
-from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import SwapContext
 from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -72,13 +71,9 @@ def _keeps(context: SwapContext) -> bool:
         return learned and context.length == stack.geometry.original_length
     if isinstance(scheme, Sum) and stack.inside is not None:
         return stack.table is None and native_scheme(stack.inside, stack.geometry) in scheme.terms
-    usable = isinstance(scheme, Sum) and any(_stays_usable(term, stack) for term in scheme.terms)
-    return usable or scheme.keeps_native
-
-
-def _stays_usable(term: Scheme, stack: Stack) -> bool:
-    """Return whether a term of a sum is a rotation under which a rotary model is usable untrained."""
-    return bool(stack.rotary) and isinstance(term, RotaryScheme) and _turns_native_pairs(term, stack.geometry)
+    terms = scheme.terms if isinstance(scheme, Sum) and stack.rotary else ()
+    rotations = (term for term in terms if isinstance(term, RotaryScheme))
+    return scheme.keeps_native or any(_turns_native_pairs(term, stack.geometry) for term in rotations)
 
 
 def _of_native_bias(context: SwapContext, native: Scheme) -> str | None:
