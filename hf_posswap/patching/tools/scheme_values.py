@@ -126,8 +126,8 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
     ended_plan = swap_plan(target)
     if training is not None and training.is_of(plan.record) and ended_plan.max_length == plan.max_length:
         # the same weights, without the blend
-        ended = dataclasses.replace(training, swap=swap_digest(ended_plan.record))
-        setattr(target.config, TRAINING, ended.to_dict())
+        ended_training = dataclasses.replace(training, swap=swap_digest(ended_plan.record))
+        setattr(target.config, TRAINING, ended_training.to_dict())
         applied_swap(target).plan = as_trained(ended_plan, ended_plan.record, target.config)
     return model
 
