@@ -370,7 +370,7 @@ def _reading(setting: Setting, reader: Reader, length: int, tokens: int) -> Iter
 def _searched(setting: Setting, reader: Reader, length: int) -> Any:
     """Return LongRoPE with the divisors found in `POPULATION` and `ITERATIONS` on the beginnings of training texts."""
     paths = [Path(path) for path in setting.train]
-    texts = read_documents(paths, setting.tokenizer, length=length, limit=reader.searched + 1)  # it wants two
+    texts = read_documents(paths, setting.tokenizer, length=length, limit=reader.searched + 1)  # it needs two
     state = setting.work / f"longrope-{unit_key({'model': fingerprint(setting.model), 'length': length})}.json"
     search = hf_posswap.search_longrope(
         setting.model, texts.tokens[: reader.searched], length / setting.window, population=POPULATION,

@@ -32,7 +32,7 @@ from hf_posswap.training.data.windows import Masking
 from hf_posswap.training.engine.gates import check_reads_text
 from hf_posswap.training.engine.objectives import Objective, make_objective
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
-from hf_posswap.training.engine.preparing import chosen_scheme, swap_arguments
+from hf_posswap.training.engine.preparing import check_carried, chosen_scheme, swap_arguments
 from hf_posswap.training.trainable import prepare_trainable
 from hf_posswap.utils.auto_classes import TRUST
 
@@ -121,6 +121,7 @@ def fake_model(recipe: Recipe, launch: Launch) -> FakeModel:
     model = _build_model(recipe, mode)
     check_reads_text(model, recipe.objective.kind)
     sites = locate(model)
+    check_carried(recipe, model)
     scheme = chosen_scheme(recipe)
     plan = None
     if scheme is not None:

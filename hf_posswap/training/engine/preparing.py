@@ -124,7 +124,7 @@ def prepare(
     tell(f"loading the weights of {recipe.model.name}")
     model = load_model(recipe)
     check_reads_text(model, recipe.objective.kind)
-    _check_carried(recipe, model)
+    check_carried(recipe, model)
     base = base_identity(model)
     if recipe.data.eos_token is not None:
         stop_at(model, tokenizer.eos_token_id)
@@ -302,7 +302,7 @@ def check_config(recipe: Recipe, services: Services) -> bool:
         return recipe.objective.predicts_next_token
     skeleton = on_meta(recipe.model.source, **{TRUST: recipe.model.trust_remote_code})
     check_reads_text(skeleton, recipe.objective.kind)
-    _check_carried(recipe, skeleton)
+    check_carried(recipe, skeleton)
     geometry, scheme = locate(skeleton).geometry, chosen_scheme(recipe)
     if scheme is not None:
         plan = plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
@@ -311,7 +311,7 @@ def check_config(recipe: Recipe, services: Services) -> bool:
     return geometry.causal
 
 
-def _check_carried(recipe: Recipe, model: PreTrainedModel) -> None:
+def check_carried(recipe: Recipe, model: PreTrainedModel) -> None:
     """Raise a ConfigError if `recipe` swaps a model that carries a swap, or trains the positions of one without any."""
     swap, carried, name = recipe.swap.scheme, getattr(unwrap(model), "_posswap", None), recipe.model.name
     if swap is None and carried is None and recipe.trainable.what in ("positions", "new_rows"):

@@ -25,6 +25,7 @@ from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import GateSettings
+from hf_posswap.training.dryrun import dry_run
 from hf_posswap.training.engine.gates import (
     FirstLoss,
     check_first_loss,
@@ -294,6 +295,8 @@ def test_a_swapped_base_is_trained_as_it_is(tmp_path: Path) -> None:
     names = (f"model.name={tmp_path / 'swapped'}", "training.max_steps=2")
     with pytest.raises(ConfigError, match="already carries kerple.*set swap.scheme=null"):
         trained(tmp_path, *names)
+    with pytest.raises(ConfigError, match="already carries kerple.*set swap.scheme=null"):
+        dry_run(recipe(tmp_path, *names))
     finished = trained(tmp_path, *names, **alone)
     before, after = swapped.state_dict(), hf_posswap.load(finished.model).state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
