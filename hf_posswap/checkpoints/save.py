@@ -23,8 +23,10 @@ from hf_posswap.checkpoints.manifest import (
 )
 from hf_posswap.compat.accelerate_state import offloading_hooks
 from hf_posswap.errors import CheckpointError, OptionError
+from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown
+from hf_posswap.utils.format import brief
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
 
     Raises:
         CheckpointError: the folder holds something (with `overwrite`: something that no save wrote, or that was changed
-            since), or cannot be written; or weights are offloaded, and no device map says where.
+            since), or cannot be written; or weights are offloaded, and no device map says where; or the config was
+            changed since the swap, where the swap set it.
         OptionError: another tokenizer than its own was given with a SentenceTransformer.
         UnsupportedSwapError: a SentenceTransformer has no transformers model in it, or several.
 
@@ -100,6 +103,7 @@ def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
 
 def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
+    _refuse_changed_config(unwrap(model))
     with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
         try:
             save_with_swap(model, folder)
@@ -113,6 +117,18 @@ def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedToken
     if tokenizer is not None:
         with _of_new_length(getattr(tokenizer, "tokenizer", tokenizer), "model_max_length", model):
             tokenizer.save_pretrained(folder)
+
+
+def _refuse_changed_config(model: PreTrainedModel) -> None:
+    """Refuse a swapped model whose config was changed since, where the swap set it: `load` would refuse the files."""
+    patch = getattr(model, "_posswap", None)
+    for edit in () if patch is None else patch.plan.edits:
+        if isinstance(edit, EditConfig) and (problem := edit.check(model)):
+            raise CheckpointError(
+                f"config.{edit.path} was changed after the swap to {patch.plan.named}: {problem}, and load would "
+                f"refuse what is saved. Set model.config.{edit.path} back to {brief(edit.value)}; for another value "
+                "call unpatch_model(model), then patch_model."
+            )
 
 
 def _explain_unsavable(model: PreTrainedModel, error: RuntimeError) -> None:

@@ -129,6 +129,17 @@ def test_overwriting_keeps_links_and_what_is_no_file(model: Any, tmp_path: Path)
     refused(model, folder, "empty (a folder that is empty or cannot be read)", "pipe (no regular file)", *links)
 
 
+@pytest.mark.parametrize("scheme", ["yarn", "alibi"])
+def test_a_config_changed_where_the_swap_set_it_is_not_saved(scheme: str, tmp_path: Path) -> None:
+    swapped = hf_posswap.patch_model(tiny_model("llama", meta=False), scheme, max_length=256)
+    swapped.config.max_position_embeddings = 4096
+    with pytest.raises(CheckpointError, match=rf"config.max_position_embeddings was changed .* to {scheme}.* to 256"):
+        hf_posswap.save(swapped, tmp_path / "saved")
+    assert os.listdir(tmp_path) == []
+    swapped.config.max_position_embeddings = 256
+    hf_posswap.load(hf_posswap.save(swapped, tmp_path / "saved"))
+
+
 @pytest.mark.parametrize("name", ["modeling_posswap.py", "README.md", "modules.json"])
 def test_overwriting_waits_for_no_pipe(model: Any, tmp_path: Path, name: str) -> None:
     folder = hf_posswap.save(model, tmp_path / "saved")

@@ -254,8 +254,8 @@ def refuse_lie(plan: SwapPlan, problems: list[str]) -> None:
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise RecordError(
         f"config.posswap records a swap to {plan.named} for {plan.max_length} tokens, and the {plan.model} that it "
-        f"comes with is another model: {'; '.join(problems[:_SHOWN])}{more}. Take config.json from the original "
-        "checkpoint; or remove posswap from it: config and weights then define the model."
+        f"comes with is another model: {'; '.join(problems[:_SHOWN])}{more}. Set it back in config.json, or take "
+        "that file from the original checkpoint; or remove posswap from it: config and weights then define the model."
     )
 
 
