@@ -212,6 +212,14 @@ def test_imports_go_one_way() -> None:
     assert violations(ROOT / "hf_posswap") == []
 
 
+def test_the_page_lists_the_rooms_in_the_order_of_their_imports() -> None:
+    page = (ROOT / ".docs" / "pages" / "internals.md").read_text(encoding="utf-8")
+    table = page.partition("| in `hf_posswap/` | contents |")[2].partition("\n\n")[0]
+    rows = [set(re.findall(r"`([\w.]+)`", line.split("|")[1])) for line in table.splitlines() if line.startswith("| `")]
+    order = [layer for layer in LAYERS if layer not in ({FACADE}, {"command"}, {"__main__"})]
+    assert rows == [*order, {"command", "__main__"}]
+
+
 @pytest.mark.parametrize(
     ("path", "line", "message"),
     [
