@@ -45,9 +45,10 @@ SLOW_EXAMPLES = (
 )
 """Examples in docstrings that are marked slow."""
 
-QUARTERED = ("advice", "checkpoints", "contract", "families", "patching", "search")
-"""Folders in which a run has a part of the cases of a test of `MANY` and more; the others are slow and rotated."""
-MANY = 12
+MANY = 8
+"""A run has a part of the cases of a test of so many and more; the others are slow and rotated."""
+WHOLE = ("docs",)
+"""Folders whose tests are run whole, as are those in no folder: what they hold to the rules may change anywhere."""
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 QUARTER = "POSSWAP_QUARTER"
 """The environment variable that says which quarter of those cases, 0 to 3, or all; without it an eighth of them."""
@@ -169,7 +170,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_other_parts(items: list[pytest.Function]) -> None:
-    """Mark the cases of the tests in `QUARTERED` that are not of this run's part, which goes by a hash of names."""
+    """Mark the cases of large tests that are not of this run's part, which goes by a hash of names."""
     quarter = os.environ.get(QUARTER)
     if quarter == "all":
         return
@@ -177,7 +178,7 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
         raise pytest.UsageError(f"{QUARTER} expects 0, 1, 2, 3 or all, got {quarter!r}.")
     part, parts = (0, 8) if quarter is None else (int(quarter), 4)
     left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
-    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_quartered(item.path)]
+    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_parted(item.path)]
     counts = collections.Counter(item.nodeid.partition("[")[0] for item in daily)
     for item in daily:
         its_part = zlib.crc32(item.nodeid.encode()) // 2**16 % parts  # shares go by the remainder of the same hash
@@ -186,9 +187,9 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
             item.add_marker(pytest.mark.rotated)
 
 
-def _is_quartered(path: Path) -> bool:
+def _is_parted(path: Path) -> bool:
     tests = Path(__file__).parent
-    return path.is_relative_to(tests) and path.relative_to(tests).parts[0] in QUARTERED
+    return path.is_relative_to(tests) and path.parent != tests and path.relative_to(tests).parts[0] not in WHOLE
 
 
 def pytest_collection() -> None:
