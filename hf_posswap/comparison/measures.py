@@ -6,15 +6,16 @@ The passkey grid is one; whether the base finds passkeys within its own window i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from hf_posswap.comparison.candidates import Subject
 from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval, measure_vectors
-from hf_posswap.comparison.work import Unit, Work, document_losses, key_of, losses_by_length
+from hf_posswap.comparison.work import Unit, Work, document_losses, key_of, losses_by_length, values_and_losses
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.compat import PROTOCOLS, protocol_losses, protocol_perplexity
 from hf_posswap.evaluation.cost import costs_are_possible, measure_cost
@@ -24,6 +25,7 @@ from hf_posswap.evaluation.offset_probe import offset_change, offset_losses, off
 from hf_posswap.evaluation.passkey import PasskeyTask, answer_prompt, effective_length, passkey_keys
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
 from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt, ruler_score
+from hf_posswap.evaluation.scoring import PrefixStates
 from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_regression
 from hf_posswap.evaluation.statistics import wilson_interval
 from hf_posswap.evaluation.store import unit_key
@@ -131,21 +133,47 @@ def measure_gain(work: Work) -> list[dict[str, object]]:
     """Return the gain from context, one row per amount of context."""
     length = max(work.lengths)
     contexts, tail = contexts_of(work.window, length, work.settings.tail)
-    protocol = {"metric": "ctx_gain", "contexts": contexts, "tail": tail}
+    known = work.subject.reach.prefix_consistent  # the tail after all context is the end of what is read anyway
+    read = contexts[:-1] if known else contexts
     units = [
         Unit(
-            protocol,
+            {"metric": "ctx_gain", "contexts": read, "tail": tail},
             {"document": digest, "length": length},
-            partial(lambda d: context_losses(work.subject.scorer, d, contexts, tail), document),
-            [context + tail for context in contexts],
+            partial(lambda d: context_losses(work.subject.scorer, d, read, tail), document),
+            [context + tail for context in read],
             lambda row: float(row[-1]) / tail,
         )
-        for digest, document in _leading(work, length)
+        for digest, document in (_leading(work, length) if read else [])
     ]
-    sums = np.stack(work.values("context gain", units))
+    columns, losses = values_and_losses(work, "context gain", units, [length] if known else [])
+    whole = [losses[length][:, -tail:].sum(axis=1, dtype=np.float64)] if known else []
+    sums = np.column_stack([*np.array(columns).T, *whole])
     scores = context_gain(sums, contexts, tail, work.window - tail, seed=work.settings.seed)
     work.raw["far_context"] = far_context(scores, tail, len(sums))
     return [dataclasses.asdict(score) | {"tail": tail} for score in scores]
+
+
+_KEPT_BYTES = 2 << 30
+"""Most bytes of hidden states that are kept of one model."""
+_READS_WHOLE = {"ppl_prefix", "nll_pos", "ctx_gain", "longppl"}
+"""Metrics for which whole documents are read."""
+
+
+def keep_beginnings(works: Sequence[Work], reference: Work) -> None:
+    """Have each model keep the last states of its documents' beginnings, which `measure_short` compares.
+
+    They come with the forwards for other metrics, so that no text is read for them.
+    """
+    length = min(reference.window, max(reference.lengths))
+    for work in works:
+        scorer = work.subject.scoring
+        metrics = set.intersection(*(set(each.metrics) for each in (work, reference)))
+        if scorer is None or "short_reg" not in metrics or not metrics & _READS_WHOLE:
+            continue
+        longest, width = max(work.lengths), work.subject.model.config.get_text_config().hidden_size
+        size = len(work.documents.tokens) * length * width * work.subject.model.dtype.itemsize
+        if scorer.keeps_states and length <= longest and size <= _KEPT_BYTES:
+            scorer.prefixes = PrefixStates(work.documents.tokens[:, :longest], length, longest)
 
 
 def measure_short(work: Work) -> dict[str, object] | None:
@@ -153,20 +181,42 @@ def measure_short(work: Work) -> dict[str, object] | None:
     if work.base is None:
         return None
     length = min(work.window, max(work.lengths))
-    base, protocol = work.base, {"metric": "short_reg", "base": key_of(work)}
+    base, new = work.base, work.subject
+    reads = [_reads_of(subject, length) for subject in (base, new)]
+    protocol = {"metric": "short_reg", "base": key_of(work), "reads": reads}
     units = [
         Unit(
             protocol,
             {"document": digest, "length": length},
-            partial(lambda d: dataclasses.asdict(compare_short(base.scorer, work.subject.scorer, d)), document),
-            (length, length),
+            partial(lambda d: dataclasses.asdict(compare_short(base.scorer, new.scorer, d, length=length)), document),
+            [
+                read
+                for subject, read in zip((base, new), reads, strict=True)
+                if not _is_kept(work, subject, document, digest, read)
+            ],
             lambda value: value["after"] / value["tokens"],
         )
-        for digest, document in _leading(work, length)
+        for digest, document in zip(work.documents.digests, work.documents.tokens, strict=True)
     ]
     documents = [ShortDocument(**value) for value in work.values("short context", units)]
     result = short_regression(documents, margin=work.settings.margin, seed=work.settings.seed)
     return dataclasses.asdict(result) | {"length": length}
+
+
+def _reads_of(subject: Subject, length: int) -> int:
+    """Return the tokens of the forward by which the first `length` tokens of a document are compared."""
+    prefixes = subject.scorer.prefixes
+    return prefixes.reads if prefixes is not None and prefixes.length == length else length
+
+
+def _is_kept(work: Work, subject: Subject, document: np.ndarray, digest: str, read: int) -> bool:
+    """Return whether the states of a document's beginning are there, or will be when the plan comes to this metric."""
+    prefixes = subject.scorer.prefixes
+    if prefixes is None or prefixes.reads != read:
+        return False
+    losses = {"model": subject.identity, "protocol": {"metric": "losses"}, "unit": {"document": digest, "length": read}}
+    will_be = work.planned is not None and not work.store.holds(losses)
+    return will_be or prefixes.name(document) in prefixes.states
 
 
 def measure_offsets(work: Work) -> list[dict[str, object]]:
@@ -174,16 +224,20 @@ def measure_offsets(work: Work) -> list[dict[str, object]]:
     passage = max(2, work.window // 2)
     limit = work.subject.reach.limit
     offsets = [offset for offset in offsets_of(work.window) if limit is None or offset + passage <= limit]
+    known = work.subject.reach.prefix_consistent  # at offset 0 the passage is the beginning of what is read anyway
+    read = offsets[1:] if known else offsets
     units = [
         Unit(
-            {"metric": "offset_probe", "offsets": offsets},
+            {"metric": "offset_probe", "offsets": read},
             {"document": digest, "length": passage},
-            partial(lambda d: offset_losses(work.subject.scorer, d, offsets), document),
-            [passage] * len(offsets),
+            partial(lambda d: offset_losses(work.subject.scorer, d, read), document),
+            [passage] * len(read),
         )
-        for digest, document in _leading(work, passage)
+        for digest, document in (_leading(work, passage) if read else [])
     ]
-    sums = np.stack(work.values("offsets", units))
+    columns, losses = values_and_losses(work, "offsets", units, [passage] if known else [])
+    first = [losses[passage].sum(axis=1, dtype=np.float64)] if known else []
+    sums = np.column_stack([*first, *np.array(columns).T])
     scores = offset_change(sums, offsets, passage - 1, seed=work.settings.seed)
     return [dataclasses.asdict(score) for score in scores]
 

@@ -19,7 +19,7 @@ import torch
 
 from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, make_subject
 from hf_posswap.comparison.documents import read_documents
-from hf_posswap.comparison.measures import MEASURES, why_no_needles
+from hf_posswap.comparison.measures import MEASURES, keep_beginnings, why_no_needles
 from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.results import collect_results
 from hf_posswap.comparison.settings import EvalSettings
@@ -207,19 +207,22 @@ def _is_control(work: Work) -> bool:
     return work.subject.plan is None and training is not None and training.recipe == CONTROL
 
 
-def sliding_units(work: Work, length: int) -> list[Unit]:
-    """Return one unit per document: its losses, float32 [length - 1]."""
-    window = work.window
-    return [
+def _sliding_values(work: Work, length: int) -> list[np.ndarray]:
+    """Return the losses of each document, float32 [length - 1]; those of the first window are measured by then."""
+    window, documents = work.window, work.documents
+    known = work.subject.reach.prefix_consistent
+    first = document_losses(work, window) if known and work.planned is None else None
+    units = [
         Unit(
-            {"metric": "sliding", "window": window},
+            {"metric": "sliding", "window": window, "first": "of the whole text" if known else "alone"},
             {"document": digest, "length": length},
-            partial(lambda d: sliding_document(work.subject.scorer, d, window), document),
-            sliding_reads(length, window),
+            partial(sliding_document, work.subject.scorer, text, window, None if first is None else first[number]),
+            sliding_reads(length, window)[known:],
             np.mean,
         )
-        for digest, document in zip(work.documents.digests, work.documents.tokens[:, :length], strict=True)
+        for number, (digest, text) in enumerate(zip(documents.digests, documents.tokens[:, :length], strict=True))
     ]
+    return work.values("sliding window", units)
 
 
 def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, object], np.ndarray]:
@@ -230,7 +233,7 @@ def measure_sliding(source: Work, works: Sequence[Work]) -> tuple[dict[str, obje
         works: the work on all models, whose lengths beyond the window are measured.
     """
     lengths = sorted({length for work in works for length in work.lengths if length >= source.window})
-    losses = np.stack(source.values("sliding window", sliding_units(source, max(lengths))))
+    losses = np.stack(_sliding_values(source, max(lengths)))
     seed = source.settings.seed
     positions = [dataclasses.asdict(score) for score in loss_by_position(losses, seed=seed)]
     by_length = {length: losses[:, : length - 1] for length in lengths}
@@ -274,13 +277,18 @@ def measure_all(works: Sequence[Work], lengths: Sequence[int], reference: str, c
         NumericError, PositionRangeError, CheckpointError: as the measures.
     """
     reference_work = next(work for work in works if work.subject.name == reference)
+    keep_beginnings(works, reference_work)
     with _progress(works, reference_work):
         if why := why_no_needles(reference_work):
             _say(reference_work, f"passkey is not measured: {why}")
             for work in works:
                 work.dropped["passkey"] = why
             _plan(works, reference_work)
-        measured = {work.subject.name: _measure(work) for work in works}
+        measured = {}
+        for work in works:
+            measured[work.subject.name] = _measure(work)
+            if work is not reference_work and work.subject.scoring is not None:
+                work.subject.scoring.prefixes = None  # it compares no other model
         comparisons = {
             work.subject.name: against_base(reference_work, work) for work in works if work is not reference_work
         }

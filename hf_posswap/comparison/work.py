@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hf_posswap.comparison.candidates import Subject
 from hf_posswap.comparison.documents import EvalDocuments
@@ -375,21 +376,37 @@ def losses_by_length(work: Work, lengths: Sequence[int]) -> dict[int, np.ndarray
     One forward of the longest length serves all lengths if the subject is prefix-consistent; otherwise each length has
     its own forward.
     """
-    longest = max(work.lengths)
-    runs = {length: longest if work.subject.reach.prefix_consistent else length for length in lengths}
+    return values_and_losses(work, "losses", (), lengths)[1]
+
+
+def values_and_losses(
+    work: Work, label: str, units: Sequence[Unit], lengths: Sequence[int]
+) -> tuple[list[Any], dict[int, np.ndarray]]:
+    """Return the values of units, and the losses of `losses_by_length`: asked for at once, both are planned.
+
+    Args:
+        work: the subject and its documents.
+        label: as in `Work.values`.
+        units: beside the losses, in order.
+        lengths: of the losses; each at most the longest length of the work.
+    """
+    runs = {length: _run_of(work, length) for length in lengths}
     cached = work.raw.setdefault("losses", {})
     missing = sorted(set(runs.values()) - set(cached))
-    if missing:
-        units = [_loss_unit(work, number, run) for run in missing for number in range(len(work.documents.tokens))]
-        values = iter(work.values("losses", units))
-        for run in missing:
-            cached[run] = np.stack([next(values) for _ in work.documents.tokens])
-    return {length: cached[run][:, : length - 1] for length, run in runs.items()}
+    count = len(work.documents.tokens)
+    asked = [*(_loss_unit(work, number, run) for run in missing for number in range(count)), *units]
+    values = iter(work.values(label, asked) if asked else [])
+    for run in missing:
+        cached[run] = np.stack([next(values) for _ in range(count)])
+    return list(values), {length: cached[run][:, : length - 1] for length, run in runs.items()}
+
+
+def _run_of(work: Work, length: int) -> int:
+    """Return the length of the forward that gives the losses of the first `length` tokens."""
+    return max(work.lengths) if work.subject.reach.prefix_consistent else length
 
 
 def _loss_unit(work: Work, number: int, length: int) -> Unit:
-    import torch
-
     ids = torch.from_numpy(work.documents.tokens[number, None, :length].astype(np.int64))
     unit_id = {"document": work.documents.digests[number], "length": length}
     return Unit({"metric": "losses"}, unit_id, lambda: work.subject.scorer.nll(ids)[0].numpy(), (length,), np.mean)

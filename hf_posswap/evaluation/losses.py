@@ -210,7 +210,7 @@ def sliding_losses(
     return np.stack(rows)
 
 
-def sliding_document(scorer: Scorer, document: np.ndarray, window: int) -> np.ndarray:
+def sliding_document(scorer: Scorer, document: np.ndarray, window: int, first: np.ndarray | None = None) -> np.ndarray:
     """Return the loss of each token of one document, float32 [L - 1], in half-overlapping windows of `window` tokens.
 
     The first window scores all its tokens, every other window only the tokens that no earlier window reached. This is
@@ -222,6 +222,7 @@ def sliding_document(scorer: Scorer, document: np.ndarray, window: int) -> np.nd
         scorer: the scorer of a causal model.
         document: token ids [L].
         window: tokens, usually the original window.
+        first: the losses of the first window [window - 1], where they are known; None: it is read.
 
     Raises:
         DataError: the window or the document has fewer than 2 tokens.
@@ -234,7 +235,9 @@ def sliding_document(scorer: Scorer, document: np.ndarray, window: int) -> np.nd
         >>> sliding_document(Scorer(model), np.ones(13, int), window=8).shape
         (12,)
     """
-    return np.concatenate(window_losses(scorer, document, _half_overlapping(len(document), window)))
+    windows = _half_overlapping(len(document), window)
+    known = [] if first is None else [first]
+    return np.concatenate([*known, *window_losses(scorer, document, windows[len(known) :])])
 
 
 def sliding_reads(length: int, window: int) -> list[int]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -107,6 +108,37 @@ def reach_of(model: PreTrainedModel) -> Reach:
     return Reach(None, report.limit, causal and not length_dependent, f"rope type {types_text}", causal)
 
 
+@dataclass
+class PrefixStates:
+    """The last hidden states of the beginnings of texts, kept while a scorer reads these texts for another measure.
+
+    Attributes:
+        texts: token ids [N, at least `reads`].
+        length: tokens of a beginning.
+        reads: tokens of the forward that gives them; at least `length`.
+        states: [length - 1, E] in the host's memory, by the ids of the beginning.
+    """
+
+    texts: np.ndarray
+    length: int
+    reads: int
+    states: dict[bytes, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._names = {self.name(text) for text in self.texts}
+
+    def name(self, text: np.ndarray | Tensor) -> bytes:
+        """Return what the beginning of `text` [L] is found by."""
+        return np.asarray(text[: self.length], np.int64).tobytes()
+
+    def wants(self, ids: Tensor) -> bool:
+        """Return whether `ids` [B, L] are the one text whose beginning is to be kept, and is not kept yet."""
+        if ids.shape[0] != 1 or ids.shape[1] != self.reads:
+            return False
+        name = self.name(ids[0].cpu())
+        return name in self._names and name not in self.states
+
+
 class Scorer:
     """Computes the loss of each token of a causal model with a chunked output head.
 
@@ -152,6 +184,7 @@ class Scorer:
         # if the total length matters, the forward also reads the last token, as for model.loss
         self.reads_last = not reach.prefix_consistent
         self.chunked = self._head_is_known()
+        self.prefixes: PrefixStates | None = None
         if prefill is not None and (apart := apart_in_chunks(model, prefill)) is not None:
             raise DataError(
                 f"{type(model).__name__} cannot be read in chunks: {apart}. Leave prefill out to read a text whole."
@@ -228,11 +261,54 @@ class Scorer:
                 f"{type(self.model).__name__} ends at {self.limit} tokens, and this text reaches {end}: give a shorter "
                 "text, or swap its positions for some without a limit."
             )
+        kept: list[Tensor] = []
+        keeps = None if self.prefixes is None or start or not self.keeps_states else self.prefixes
+        keeps = keeps if keeps is not None and keeps.wants(ids) else None
         for states, head in self._states(ids if reads_last else ids[:, :-1], start):
+            if keeps is not None:
+                kept.append(states[0].to("cpu", copy=True))
             needed = states[:, max(0, skip) : skip + count]
             skip -= states.shape[1]
             for i in range(0, needed.shape[1], step):
                 yield head(needed[:, i : i + step])
+        if keeps is not None:
+            keeps.states[keeps.name(ids[0].cpu())] = torch.cat(kept)[: keeps.length - 1].clone()
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the states of a text's beginning are those of the beginning alone, and the head gives its logits."""
+        return self.chunked and not self.reads_last
+
+    def first_logits(self, text: np.ndarray, length: int) -> Iterator[Tensor]:
+        """Yield the logits that predict the first `length` tokens of a text but the first, in chunks [1, K, V].
+
+        Args:
+            text: token ids [L], L at least `length`.
+            length: tokens of its beginning; where `prefixes` are for this length, they are read with the text, once.
+
+        Raises:
+            PositionRangeError: as `nll`.
+        """
+        if self.prefixes is not None and self.keeps_states and self.prefixes.length == length:
+            yield from self._kept_logits(self.prefixes, text)
+            return
+        held: list[Tensor] = []  # a chunk of the head ends where one of the forward ends
+        for logits in self.logits(torch.from_numpy(text[None, :length].astype(np.int64)), length - 1):
+            whole = torch.cat([*held, logits], dim=1)
+            *chunks, rest = whole.split(self.chunk, dim=1)
+            held = [rest]
+            yield from chunks
+        yield from held
+
+    @torch.inference_mode()
+    def _kept_logits(self, prefixes: PrefixStates, text: np.ndarray) -> Iterator[Tensor]:
+        """Yield the logits of the beginning of `text` [L], which is read if it was not yet."""
+        name = prefixes.name(text)
+        if name not in prefixes.states:
+            for _ in self.logits(torch.from_numpy(text[None, : prefixes.reads].astype(np.int64)), 1):
+                pass
+        for states in prefixes.states[name].split(self.chunk):
+            yield self._head(states[None].to(self.model.device))
 
     def _states(self, ids: Tensor, start: int) -> Iterator[tuple[Tensor, Head]]:
         """Yield the output of each forward, states [B, K, E] or logits [B, K, V], and its conversion to logits."""

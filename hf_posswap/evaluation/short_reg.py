@@ -54,13 +54,14 @@ class ShortRegression(ResultView):
     agreement: float
 
 
-def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortDocument:
+def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray, *, length: int | None = None) -> ShortDocument:
     """Return the differences of `swapped` from `base` on one document, one chunk of logits at a time.
 
     Args:
         base: scorer of the model before the swap.
         swapped: scorer of the model after it, with the same vocabulary and chunk size.
-        document: token ids [L], L within the original window.
+        document: token ids [L].
+        length: tokens of its beginning to compare, within the original window; None: L.
 
     Raises:
         DataError: the models have different vocabularies.
@@ -74,11 +75,12 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortD
         >>> sums.tokens, sums.agreed, abs(sums.divergence) < 1e-5
         (7, 7, True)
     """
-    ids = torch.from_numpy(document.astype(np.int64))[None]
-    count, done = ids.shape[1] - 1, 0
+    length = len(document) if length is None else length
+    ids = torch.from_numpy(document[None, :length].astype(np.int64))
+    done = 0
     before = after = divergence = 0.0
     agreed = 0
-    for old, new in zip(base.logits(ids, count), swapped.logits(ids, count), strict=True):  # [1, K, V] each
+    for old, new in zip(base.first_logits(document, length), swapped.first_logits(document, length), strict=True):
         if old.shape != new.shape:
             raise DataError(f"the models have different vocabularies: {old.shape[-1]} and {new.shape[-1]} tokens.")
         targets = ids[:, 1 + done : 1 + done + old.shape[1]].to(old.device)
@@ -90,7 +92,7 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray) -> ShortD
     if not np.isfinite([before, after, divergence]).all():
         advice = advice_if_not_finite(swapped.model)
         raise NumericError(f"the models' logits are not finite within the original window; {advice}.")
-    return ShortDocument(count, before, after, divergence, agreed)
+    return ShortDocument(length - 1, before, after, divergence, agreed)
 
 
 def _target_loss(log_probabilities: Tensor, targets: Tensor) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import io
 import json
 import math
 import re
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -24,9 +27,18 @@ from transformers import (
 )
 
 import hf_posswap
-from hf_posswap.comparison import DEFAULT_METRICS, Candidate, EvalSettings, compare, evaluate, measures
+from hf_posswap.comparison import (
+    DEFAULT_METRICS,
+    Candidate,
+    EvalSettings,
+    compare,
+    evaluate,
+    measures,
+    read_documents,
+)
 from hf_posswap.comparison.candidates import fingerprint, shell_of
 from hf_posswap.comparison.tables import grid_of
+from hf_posswap.comparison.work import ProgressEstimator
 from hf_posswap.errors import (
     CheckpointError,
     DataError,
@@ -35,9 +47,13 @@ from hf_posswap.errors import (
     OptionError,
     PositionRangeError,
 )
-from hf_posswap.evaluation import Scorer, cost, store
+from hf_posswap.evaluation import Scorer, cost, sliding_losses, store
+from hf_posswap.evaluation.ctx_gain import context_losses, contexts_of
+from hf_posswap.evaluation.offset_probe import offset_losses, offsets_of
 from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt
+from hf_posswap.evaluation.short_reg import compare_short, short_regression
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.utils.progress import Reporter
 
 WINDOW = 128
 TOKENIZER = byte_tokenizer()
@@ -106,6 +122,93 @@ def test_a_document_that_is_read_once_serves_all_shorter_lengths(scheme: str) ->
     compare([Candidate(model, scheme)], documents=TEXTS, tokenizer=TOKENIZER, settings=settings)
     long = [count for count in reads if count > 16]  # shorter ones look at the model
     assert long == ([32, 32, 64, 64, 128, 128] if scheme.startswith("dynamic") else [127, 127])
+
+
+def watched_llama() -> tuple[PreTrainedModel, list[int]]:
+    """Return a Llama, and a list that gets the tokens of each of its forwards of more than 16, and of its copies'."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=WINDOW)).eval()  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    reads: list[int] = []
+
+    def note(module: object, args: object, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] > 16:
+            reads.append(kwargs["input_ids"].shape[1])
+
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    return model, reads
+
+
+TOGETHER = EvalSettings(
+    lengths=(128, 256), metrics=("ppl_prefix", "ctx_gain", "short_reg", "offset_probe"), documents=2, tail=32
+)
+
+
+def test_what_another_metric_has_read_is_not_read_again() -> None:
+    """Of 256 tokens: all context, the window, the passage at its place, and the first of the sliding windows."""
+    model, reads = watched_llama()
+    reporter = Reporter(Console(file=io.StringIO(), width=200))
+    candidates = [Candidate(model, name="base"), Candidate(model, "yarn"), Candidate(model, "self_extend")]
+    loads: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgressEstimator, "plan", lambda self, planned: loads.update(planned))
+        compare(candidates, documents=TEXTS, tokenizer=TOKENIZER, settings=TOGETHER, reporter=reporter)
+    shorter = [context + 31 for context in contexts_of(WINDOW, 256, 32)[0][:-1]]
+    of_each = [255, *shorter, *[WINDOW // 2 - 1] * (len(offsets_of(WINDOW)) - 1)]
+    expected = 2 * (3 * of_each + [WINDOW - 1])  # of two documents; the base reads two more windows, in one batch
+    assert sorted(reads) == sorted(expected)
+    assert sum(load.tokens for load in loads.values()) == sum(expected) + len(expected) + 2 * WINDOW
+
+
+@pytest.mark.parametrize("scheme", ["yarn:factor=2", "self_extend", "dynamic:factor=2"])
+def test_what_is_read_once_for_several_metrics_says_what_each_alone_says(scheme: str) -> None:
+    model, _ = watched_llama()
+    results = compare(
+        [Candidate(model, name="base"), Candidate(model, scheme, name="new")],
+        documents=TEXTS, tokenizer=TOKENIZER, settings=TOGETHER,
+    ).results  # fmt: skip
+    new, documents = results["models"]["new"], list(read_documents(TEXTS, TOKENIZER, length=256, limit=2).tokens)
+    swapped = hf_posswap.patch_model(copy.deepcopy(model), scheme, max_length=256)
+    base, other = Scorer(model), Scorer(swapped)
+    contexts, tail = contexts_of(WINDOW, 256, 32)
+    alone = np.sum([context_losses(other, d, contexts, tail) for d in documents], axis=0) / (tail * len(documents))
+    assert [row["loss"] for row in new["ctx_gain"]] == pytest.approx(alone.tolist(), rel=1e-5)
+    offsets = [row["offset"] for row in new["offset_probe"]]
+    moved = np.sum([offset_losses(other, d[: WINDOW // 2], offsets) for d in documents], axis=0)
+    moved /= (WINDOW // 2 - 1) * len(documents)
+    assert [row["loss"] for row in new["offset_probe"]] == pytest.approx(moved.tolist(), rel=1e-5)
+    short = short_regression([compare_short(base, other, d[:WINDOW]) for d in documents])
+    assert new["short_reg"]["divergence"] == pytest.approx(short.divergence, rel=1e-4)
+    assert new["short_reg"]["loss"]["difference"] == pytest.approx(short.loss.difference, abs=1e-6)
+    sliding = sliding_losses(model, np.stack(documents), WINDOW)
+    assert results["sliding"]["ppl_prefix"][-1]["perplexity"] == pytest.approx(math.exp(sliding.mean()), rel=1e-5)
+
+
+def test_what_was_read_before_a_stop_is_read_again_for_the_same_numbers(tmp_path: Path) -> None:
+    """The states of a text's beginning are not stored: they come from a forward of the whole text, as before."""
+    model, reads = watched_llama()
+    candidates = [Candidate(model, name="base"), Candidate(model, "yarn")]
+    arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "pictures": False}
+    whole = compare(candidates, settings=TOGETHER, out=tmp_path / "whole", **arguments).results
+    stopped, count = tmp_path / "stopped", len(reads)
+    compare(candidates, settings=dataclasses.replace(TOGETHER, metrics=("ppl_prefix",)), out=stopped, **arguments)
+    reads.clear()
+    resumed = compare(candidates, settings=TOGETHER, out=stopped, **arguments).results
+    assert resumed["models"] == whole["models"]
+    assert reads.count(255) == 4  # two documents of two models
+    assert len(reads) < count
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, 16), (16, None), (16, 24)])
+def test_models_that_are_read_in_other_chunks_are_compared(old: int | None, new: int | None) -> None:
+    model, _ = watched_llama()
+    document = np.arange(100) % 257
+    swapped = hf_posswap.patch_model(copy.deepcopy(model), "yarn", max_length=256)
+    expected = compare_short(Scorer(model, 32), Scorer(swapped, 32), document)
+    found = compare_short(Scorer(model, 32, prefill=old), Scorer(swapped, 32, prefill=new), document)
+    assert vars(found) == pytest.approx(vars(expected), rel=1e-4)
 
 
 @pytest.mark.slow
