@@ -155,7 +155,7 @@ def _option(case: Case, candidate: Candidate, *, by_literature: bool) -> Option:
         **shared,
         standing="literature" if by_literature and published else _standing(decisive),
         reasons=tuple([*decisive, *_further_figures(case, candidate)]),
-        against=(*against, *_serve(serving)),
+        against=(*against, *([] if serving is None or serving.verdict == "exact" else [str(serving)])),
         unknown=(*_unpublished(case, published), *_unknown(case, candidate, decisive)),
         route=route,
         serving=serving,
@@ -238,12 +238,6 @@ def _budget(case: Case, candidate: Candidate, decisive: list[Figure]) -> list[st
             f"were {needed / case.parameters:.2g}, which are {needed:,} here"
         ]
     return []
-
-
-def _serve(serving: Serving | None) -> list[str]:
-    if serving is None or serving.verdict == "exact":
-        return []
-    return [str(serving)]
 
 
 def _unknown(case: Case, candidate: Candidate, decisive: list[Figure]) -> tuple[str, ...]:

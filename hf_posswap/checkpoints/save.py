@@ -122,7 +122,9 @@ def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedToken
 def _refuse_changed_config(model: PreTrainedModel) -> None:
     """Refuse a swapped model whose config was changed since, where the swap set it: `load` would refuse the files."""
     patch = getattr(model, "_posswap", None)
-    for edit in () if patch is None else patch.plan.edits:
+    if patch is None:
+        return
+    for edit in patch.plan.edits:
         if isinstance(edit, EditConfig) and (problem := edit.check(model)):
             raise CheckpointError(
                 f"config.{edit.path} was changed after the swap to {patch.plan.named}: {problem}, and load would "

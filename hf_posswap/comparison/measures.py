@@ -182,7 +182,8 @@ def measure_short(work: Work) -> dict[str, object] | None:
         return None
     length = min(work.window, max(work.lengths))
     base, new = work.base, work.subject
-    reads = [_reads_of(subject, length) for subject in (base, new)]
+    kept = [subject.scorer.prefixes for subject in (base, new)]
+    reads = [length if each is None or each.length != length else each.reads for each in kept]
     protocol = {"metric": "short_reg", "base": key_of(work), "reads": reads}
     units = [
         Unit(
@@ -201,12 +202,6 @@ def measure_short(work: Work) -> dict[str, object] | None:
     documents = [ShortDocument(**value) for value in work.values("short context", units)]
     result = short_regression(documents, margin=work.settings.margin, seed=work.settings.seed)
     return dataclasses.asdict(result) | {"length": length}
-
-
-def _reads_of(subject: Subject, length: int) -> int:
-    """Return the tokens of the forward by which the first `length` tokens of a document are compared."""
-    prefixes = subject.scorer.prefixes
-    return prefixes.reads if prefixes is not None and prefixes.length == length else length
 
 
 def _is_kept(work: Work, subject: Subject, document: np.ndarray, digest: str, read: int) -> bool:

@@ -381,7 +381,7 @@ def losses_by_length(work: Work, lengths: Sequence[int]) -> dict[int, np.ndarray
 
 def values_and_losses(
     work: Work, label: str, units: Sequence[Unit], lengths: Sequence[int]
-) -> tuple[list[Any], dict[int, np.ndarray]]:
+) -> tuple[list[Value], dict[int, np.ndarray]]:
     """Return the values of units, and the losses of `losses_by_length`: asked for at once, both are planned.
 
     Args:
@@ -390,7 +390,8 @@ def values_and_losses(
         units: beside the losses, in order.
         lengths: of the losses; each at most the longest length of the work.
     """
-    runs = {length: _run_of(work, length) for length in lengths}
+    whole = work.subject.reach.prefix_consistent
+    runs = {length: max(work.lengths) if whole else length for length in lengths}
     cached = work.raw.setdefault("losses", {})
     missing = sorted(set(runs.values()) - set(cached))
     count = len(work.documents.tokens)
@@ -399,11 +400,6 @@ def values_and_losses(
     for run in missing:
         cached[run] = np.stack([next(values) for _ in range(count)])
     return list(values), {length: cached[run][:, : length - 1] for length, run in runs.items()}
-
-
-def _run_of(work: Work, length: int) -> int:
-    """Return the length of the forward that gives the losses of the first `length` tokens."""
-    return max(work.lengths) if work.subject.reach.prefix_consistent else length
 
 
 def _loss_unit(work: Work, number: int, length: int) -> Unit:

@@ -157,6 +157,10 @@ def let_choose_attention(model: PreTrainedModel, *, sdpa: bool) -> None:
         setattr(model, name, value)
 
 
+def _yes() -> bool:
+    return True
+
+
 def let_class_choose_attention(model: PreTrainedModel) -> None:
     """Take back what `let_choose_attention` did: the class says again what can be chosen.
 
@@ -164,10 +168,6 @@ def let_class_choose_attention(model: PreTrainedModel) -> None:
     """
     for name in _CHOICE:
         vars(model).pop(name, None)
-
-
-def _yes() -> bool:
-    return True
 
 
 _LONGROPE_BY_LAYER_TYPE = (5, 21)

@@ -73,10 +73,6 @@ def _disjoint(length: int, window: int, stride: int, bos: bool) -> list[Window]:
     ]
 
 
-def _hf_windows(length: int, window: int, stride: int, bos: bool) -> list[Window]:
-    return sliding_windows(length, window, stride)
-
-
 def _mean_of_means(losses: Losses, units: int | None) -> float:
     return math.exp(np.mean([window.mean(dtype=np.float64) for window in losses]))
 
@@ -99,7 +95,13 @@ PROTOCOLS = {
         Protocol("token_weighted", False, True, _yarn_windows, _token_mean),
         Protocol("longlora_alltok", True, False, _all_tokens, _mean_of_means),
         Protocol("lmeval_disjoint", False, True, _disjoint, _token_mean),
-        Protocol("hf_stride", True, False, _hf_windows, _labels_less_one),
+        Protocol(
+            "hf_stride",
+            True,
+            False,
+            lambda length, window, stride, bos: sliding_windows(length, window, stride),
+            _labels_less_one,
+        ),
     )
 }
 

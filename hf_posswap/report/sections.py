@@ -147,7 +147,12 @@ def _position_rows(model: ModelEntry) -> Rows:
 
 def gain(results: Results) -> Markup | None:
     """Return the change of the loss by longer context."""
-    lines = lines_of(results, _context_rows, "context", "difference")
+    lines = lines_of(  # negative if the context helps
+        results,
+        lambda model: [{"context": row["context"]} | far_change(row) for row in model.get("ctx_gain", [])],
+        "context",
+        "difference",
+    )
     if not lines:
         return None
     rows: Rows = next(model["ctx_gain"] for model in results["models"].values() if model.get("ctx_gain"))
@@ -166,11 +171,6 @@ def gain(results: Results) -> Markup | None:
         "alone does not show this."
     )
     return section("gain", "Is far context used?", lead, line_chart(lines, axes))
-
-
-def _context_rows(model: ModelEntry) -> Rows:
-    """Return the change of the loss by context, one row per amount of context; negative if the context helps."""
-    return [{"context": row["context"]} | far_change(row) for row in model.get("ctx_gain", [])]
 
 
 def offsets(results: Results) -> Markup | None:

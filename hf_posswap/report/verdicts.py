@@ -11,7 +11,6 @@ from hf_posswap.report.looks import look, mark, model_numbers, scheme_name
 from hf_posswap.report.markup import Markup, join, tag
 from hf_posswap.report.results import (
     DifferenceRow,
-    FarContextRow,
     ModelEntry,
     Needles,
     Results,
@@ -156,11 +155,6 @@ def _last(name: str, form: str, rows: Sequence[Mapping[str, float]]) -> Cell:
     return Cell(form.format(last[name]), last[name], f"at {last['length']:,}")
 
 
-def _far(far: FarContextRow) -> Cell:
-    change = far_change(far)["difference"]
-    return Cell(f"{change:+.3f}", change, far["verdict"])
-
-
 def _sliding(rows: Sequence[DifferenceRow]) -> Cell:
     last = rows[-1]
     is_significant = last["p_holm"] is not None and last["p_holm"] <= SIGNIFICANT
@@ -170,7 +164,11 @@ def _sliding(rows: Sequence[DifferenceRow]) -> Cell:
 
 
 _COLUMNS = (
-    ("change by far context, nats", "far_context", _far),
+    (
+        "change by far context, nats",
+        "far_context",
+        lambda far: Cell(f"{(change := far_change(far)['difference']):+.3f}", change, far["verdict"]),
+    ),
     ("minus the sliding window, nats", "against_sliding", _sliding),
     ("within the window, nats", "short_reg", _short),
     ("tasks, mean score", "ruler_lite", _tasks),

@@ -179,7 +179,9 @@ def check_written(folder: Path, record: SwapRecord) -> bool:
     """
     adapters = sorted(path.parent for path in folder.glob(f"**/{ADAPTER_CONFIG}"))
     holders = [(path / SIDECAR, "record") for path in adapters] or [
-        (path, "posswap") for path in sorted(folder.glob("**/config.json")) if path.parent == folder or _is_model(path)
+        (path, "posswap")
+        for path in sorted(folder.glob("**/config.json"))
+        if path.parent == folder or (isinstance(values := read_json(path), dict) and "model_type" in values)
     ]
     for path, key in holders:
         values = read_json(path) if path.is_file() else {}
@@ -194,11 +196,6 @@ def check_written(folder: Path, record: SwapRecord) -> bool:
                 f"({record.scheme}). Save with hf_posswap.save(trainer.model, folder)."
             )
     return bool(holders)
-
-
-def _is_model(path: Path) -> bool:
-    values = read_json(path)
-    return isinstance(values, dict) and "model_type" in values
 
 
 def dataset_digest(dataset: object) -> str | None:

@@ -33,7 +33,6 @@ from hf_posswap.checkpoints.exports.claims import (
     table,
     usual_yarn,
 )
-from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 
 _VERSIONS: dict[tuple[str, Known], str] = {
     ("transformers", "tested"): "5.14 and newer",
@@ -367,11 +366,6 @@ TGI = (
 )
 
 
-def _with_head(position_config: PositionConfig) -> bool:
-    """Return whether the model outputs logits; an embedding is computed from hidden states."""
-    return position_config.architecture.endswith(_SCORES)
-
-
 _own_class: Condition = of_model("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet")
 
 
@@ -397,7 +391,7 @@ TEI = (
         "",
         _TEI,
         "read",
-        _with_head,
+        lambda position_config: position_config.architecture.endswith(_SCORES),
         (),
     ),
     Claim(

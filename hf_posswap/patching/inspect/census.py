@@ -122,7 +122,8 @@ def _entry(name: str, model_types: tuple[str, ...], every_scheme: bool) -> Class
         model = tiny_model(name)
     except Exception as error:  # arbitrary code of the class
         known = (REFUSED[model_type] for model_type in model_types if model_type in REFUSED)
-        why = next(known, f"transformers cannot build a small one: {_first_line(error)}")
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        why = next(known, f"transformers cannot build a small one: {said}")
         return ClassEntry(name, model_types, None, None, {}, why)
     try:
         family, native = locate(model).family.name, describe_positions(model).native
@@ -154,7 +155,3 @@ def _reason(error: PosswapError, model: PreTrainedModel) -> str:
     text = str(error).removeprefix(f"{type(model).__name__}: ")
     text = text.removeprefix(f"model type {model.config.model_type!r} is not supported: ")
     return text.partition(" What works:")[0].partition("\n")[0]
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

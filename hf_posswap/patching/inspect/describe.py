@@ -149,7 +149,9 @@ def _report(model: PreTrainedModel, sites: Sites, limit: int, swapped: str | Non
     if sites.main.inside is not None:
         native = str(native_scheme(sites.main.inside, g)) + (f", {native}" if table else "")
     if sites.main.inputs == "images":
-        native = f"learned table, {_patches(g)}"
+        (rows, columns), (high, wide) = g.grid(), g.patch_size or (0, 0)
+        patches = f"{rows} x {columns} patches of {high} x {wide} pixels after {g.prefix_tokens} other tokens"
+        native = f"learned table, {patches}"
     if len(sites.stacks) > 1:
         native += f", in {' and '.join(stack.name for stack in sites.stacks)}; the shape is the {sites.main.name}'s"
     paths = {
@@ -170,11 +172,6 @@ def _trained(model: PreTrainedModel) -> str | None:
     if training.is_of(record):
         return str(training)
     return f"{training}; {'before this swap' if record else 'under a swap that it no longer has'}"
-
-
-def _patches(geometry: Geometry) -> str:
-    (rows, columns), (high, wide) = geometry.grid(), geometry.patch_size or (0, 0)
-    return f"{rows} x {columns} patches of {high} x {wide} pixels after {geometry.prefix_tokens} other tokens"
 
 
 @dataclass(frozen=True, repr=False)

@@ -296,10 +296,12 @@ def as_markdown(report: dict[str, Any]) -> str:
     for phase in report["phases"]:
         losses = " | ".join("" if phase[n] is None else f"{phase[n]:.3f}" for n in ("first_loss", "last_loss"))
         rows.append(f"| {phase['name'] or 'training'} | {phase['steps']} | {phase['tokens']:,} | {losses} |")
+    record = report.get("training")  # not in the reports of older runs
+    recorded = "" if record is None else f", which records {TrainingRecord(**record)}"
     lines = [
         f"# {_swap_text(report)}",
         "",
-        f"Started from {report['model']}; saved in `{report['saved']}`{_record_text(report)}.",
+        f"Started from {report['model']}; saved in `{report['saved']}`{recorded}.",
         "",
         *rows,
         "",
@@ -331,11 +333,6 @@ def as_markdown(report: dict[str, Any]) -> str:
     if report.get("pushed"):
         lines += ["", f"Pushed: {report['pushed']}"]
     return "\n".join(lines) + "\n"
-
-
-def _record_text(report: dict[str, Any]) -> str:
-    record = report.get("training")  # not in the reports of older runs
-    return "" if record is None else f", which records {TrainingRecord(**record)}"
 
 
 def _swap_text(report: dict[str, Any]) -> str:

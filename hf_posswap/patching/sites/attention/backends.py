@@ -27,8 +27,8 @@ from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels import fused
 from hf_posswap.kernels.blockwise import attend_by_distance, attend_made, by_line, seen_distances
-from hf_posswap.kernels.calls import Call, numbered_anew
 from hf_posswap.kernels.calls import attend as attend_calls
+from hf_posswap.kernels.calls import numbered_anew
 from hf_posswap.kernels.flex import (
     CHUNK_REGIONS,
     MASKED_REGIONS,
@@ -380,7 +380,12 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
     (value,), used_pieces = as_attended(request.value), [all_pieces[number] for number in numbers]
     if by_query:  # no query is in two pieces, so nothing is joined, and no more than one rotation is held
         outputs = (
-            attend_calls(_turned(request, [piece]), value, _of_pair(calls, number), scaling=request.scaling)
+            attend_calls(
+                _turned(request, [piece]),
+                value,
+                tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == number),
+                scaling=request.scaling,
+            )
             for number, piece in enumerate(used_pieces)
         )
         out = functools.reduce(torch.add, outputs)
@@ -389,11 +394,6 @@ def _merge(request: Request, pieces: Pieces) -> Tensor:
     for segment in division.rest:
         out = _with_split(request, out, segment, all_pieces)
     return out
-
-
-def _of_pair(calls: Sequence[Call], number: int) -> tuple[Call, ...]:
-    """Return the calls of the pair `number`, as those of an only one."""
-    return tuple(dataclasses.replace(call, pair=0) for call in calls if call.pair == number)
 
 
 def _turned(request: Request, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
