@@ -171,7 +171,7 @@ class ModelLoader:
 
         Args:
             candidate: the candidate to load.
-            length: the longest measured length, the default length of a swap.
+            length: the longest measured length, the default length of a swap if it is beyond the window.
 
         Raises:
             CheckpointError: the source cannot be loaded, or (RemoteCodeError) needs code without `trust_remote_code`.
@@ -184,7 +184,8 @@ class ModelLoader:
         if candidate.scheme is None:
             return base
         swapped = shell_of(base)
-        patch_model(swapped, candidate.scheme, max_length=candidate.max_length or length, **candidate.options)
+        beyond = length if length > reach_of(base).window else None  # within it, the scheme says how far it reaches
+        patch_model(swapped, candidate.scheme, max_length=candidate.max_length or beyond, **candidate.options)
         return swapped.eval()
 
     def _load(self, source: PreTrainedModel | str | Path) -> PreTrainedModel:

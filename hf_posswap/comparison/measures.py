@@ -29,6 +29,7 @@ from hf_posswap.evaluation.scoring import PrefixStates
 from hf_posswap.evaluation.short_reg import ShortDocument, compare_short, short_regression
 from hf_posswap.evaluation.statistics import wilson_interval
 from hf_posswap.evaluation.store import unit_key
+from hf_posswap.geometry import ConfigSizes
 
 Measure = Callable[[Work], Any]
 _COMPAT_STRIDE = 256
@@ -170,7 +171,7 @@ def keep_beginnings(works: Sequence[Work], reference: Work) -> None:
         metrics = set.intersection(*(set(each.metrics) for each in (work, reference)))
         if scorer is None or "short_reg" not in metrics or not metrics & _READS_WHOLE:
             continue
-        longest, width = max(work.lengths), work.subject.model.config.get_text_config().hidden_size
+        longest, width = max(work.lengths), ConfigSizes.of(work.subject.model.config).hidden
         size = len(work.documents.tokens) * length * width * work.subject.model.dtype.itemsize
         if scorer.keeps_states and length <= longest and size <= _KEPT_BYTES:
             scorer.prefixes = PrefixStates(work.documents.tokens[:, :longest], length, longest)

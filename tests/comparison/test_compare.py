@@ -46,6 +46,7 @@ from hf_posswap.errors import (
     NumericError,
     OptionError,
     PositionRangeError,
+    SchemeError,
 )
 from hf_posswap.evaluation import Scorer, cost, sliding_losses, store
 from hf_posswap.evaluation.ctx_gain import context_losses, contexts_of
@@ -108,7 +109,7 @@ def test_perplexities_are_those_of_a_loop(found: dict[str, Any]) -> None:
         assert row["low"] < row["perplexity"] < row["high"]
 
 
-@pytest.mark.parametrize("scheme", ["yarn:factor=2", "self_extend", "dynamic:factor=2"])
+@pytest.mark.parametrize("scheme", ["yarn:factor=2", "self_extend:group=2", "dynamic:factor=2"])
 def test_a_document_that_is_read_once_serves_all_shorter_lengths(scheme: str) -> None:
     """Unless a scheme follows the length: then each length is read, and so is one token before it."""
     torch.manual_seed(0)
@@ -122,6 +123,17 @@ def test_a_document_that_is_read_once_serves_all_shorter_lengths(scheme: str) ->
     compare([Candidate(model, scheme)], documents=TEXTS, tokenizer=TOKENIZER, settings=settings)
     long = [count for count in reads if count > 16]  # shorter ones look at the model
     assert long == ([32, 32, 64, 64, 128, 128] if scheme.startswith("dynamic") else [127, 127])
+
+
+def test_within_the_window_a_scheme_says_how_far_it_reaches() -> None:
+    """`yarn` alone would be the base: its factor is the longest length over the window."""
+    model, _ = watched_llama()
+    settings = EvalSettings(lengths=(32, 64), metrics=("ppl_prefix",), documents=2)
+    arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "settings": settings}
+    with pytest.raises(SchemeError, match="yarn: give factor or max_length; the model's own length is 128 tokens"):
+        compare([Candidate(model, name="base"), Candidate(model, "yarn")], **arguments)
+    found = compare([Candidate(model, name="base"), Candidate(model, "yarn:factor=4", name="new")], **arguments)
+    assert found.results["models"]["new"]["plan"]["max_length"] == 4 * WINDOW
 
 
 def watched_llama() -> tuple[PreTrainedModel, list[int]]:
