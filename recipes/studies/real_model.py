@@ -125,6 +125,7 @@ READERS = (
     Reader("linear", "linear", scaled=True),
     Reader("rerope", "rerope"),
     Reader("string", "string", inside=True),
+    Reader("cope", "cope"),
     Reader("longrope, searched", "longrope", searched=1),
     Reader("dynamic by query", "dynamic", {"follow": "query"}, scaled=True),
     Reader("yarn, distilled", "yarn", scaled=True, recipe="rope-to-yarn"),
