@@ -203,7 +203,10 @@ def _refusal(folder: Path, overwrite: bool) -> str | None:
     if not names:
         return None
     if not overwrite:
-        return f"{folder} is not empty; choose another folder, or pass overwrite=True to replace it."
+        return (
+            f"{folder} is not empty; choose another folder, or replace it: with overwrite=True, --overwrite on the "
+            "command line."
+        )
     files = read_manifest(folder)
     names_model = not {"model_type", "architectures"}.isdisjoint(object_or_empty(folder / "config.json"))
     if files is None and not (folder / ADAPTER_CONFIG).is_file() and not names_model:

@@ -275,10 +275,7 @@ def tokenizer_for(
     sources = [str(given)] if given is not None else _sources(candidates)
     if not sources:
         raise DataError("a model object has no tokenizer: give tokenizer=.")
-    tokenizers = {
-        source: load_tokenizer(source, instead="give tokenizer=", trust_remote_code=trust_remote_code)
-        for source in sources
-    }
+    tokenizers = {source: load_tokenizer(source, trust_remote_code=trust_remote_code) for source in sources}
     first, *others = tokenizers.items()
     for source, tokenizer in others:
         if tokenizer(_SAMPLE)["input_ids"] != first[1](_SAMPLE)["input_ids"]:
