@@ -18,7 +18,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
+from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.errors import CheckpointError, UnsupportedSwapError
+from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.trainer_proof import base_digest
+from hf_posswap.utils.digests import weights_digest
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, logits, words
 
@@ -224,3 +228,33 @@ def test_a_model_that_holds_tensors_with_a_history_verifies() -> None:
     swap(model, "alibi")
     model.model.layers[0].kept = model.lm_head.weight.sum(0)  # as HQQ keeps the biases of its layers
     verify_swap(model)
+
+
+@pytest.mark.parametrize("way", SAVED)
+def test_digests_are_those_of_all_weights_and_leave_them_alone(way: str, tmp_path: Path) -> None:
+    model, other = (WAYS[way](build("llama", seed, **WIDE["llama"]), tmp_path / str(seed)) for seed in (0, 1))
+    expected = logits(model, IDS)  # a forward on a CPU may pack weights of 4 bits
+    for digest in (fingerprint, weights_digest, base_digest):
+        before = digest(model)
+        assert gap(logits(model, IDS), expected) == 0
+        assert digest(model) == before != digest(other)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "yarn"])
+def test_a_quantised_model_is_measured(scheme: str, tmp_path: Path) -> None:
+    model = loaded_by_torchao(build("llama", vocab_size=257, **WIDE["llama"]), tmp_path)
+    how: dict[str, Any] = {"lengths": [16], "metrics": "ppl_prefix", "text": ["some words " * 20] * 5}
+    found = hf_posswap.evaluate(model, scheme, tokenizer=byte_tokenizer(), **how).results
+    assert len(found["models"]) == 2
+
+
+def test_rows_of_quantised_weights_are_not_moved(tmp_path: Path) -> None:
+    model = loaded_by_torchao(build("opt", **WIDE["opt"]), tmp_path / "opt")
+    swap(model, "rope")
+    with pytest.raises(
+        UnsupportedSwapError, match="OPTForCausalLM is quantized, .* convert the swapped model before it"
+    ):
+        hf_posswap.to_native(model)
+    loaded_by_torchao(build("llama", **WIDE["llama"]), tmp_path / "llama").save_pretrained(tmp_path / "quantised")
+    with pytest.raises(UnsupportedSwapError, match="LlamaForCausalLM is quantized, .*before it was quantized; --dtype"):
+        hf_posswap.export(tmp_path / "quantised", "llamacpp", tmp_path / "model.gguf")
