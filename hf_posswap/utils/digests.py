@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.utils.atomic_io import replacing
 
 _FIELD = "sha256"
@@ -115,7 +114,6 @@ def weights_digest(model: nn.Module) -> str:
         >>> before == weights_digest(one), before == weights_digest(other)
         (True, False)
     """
-    unpack_4_bit_weights(model)
     return state_digest(model.state_dict())
 
 

@@ -21,8 +21,8 @@ from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.errors import CheckpointError, UnsupportedSwapError
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.engine.checkpoints import base_identity
 from hf_posswap.training.trainer_proof import base_digest
-from hf_posswap.utils.digests import weights_digest
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, logits, words
 
@@ -234,7 +234,7 @@ def test_a_model_that_holds_tensors_with_a_history_verifies() -> None:
 def test_digests_are_those_of_all_weights_and_leave_them_alone(way: str, tmp_path: Path) -> None:
     model, other = (WAYS[way](build("llama", seed, **WIDE["llama"]), tmp_path / str(seed)) for seed in (0, 1))
     expected = logits(model, IDS)  # a forward on a CPU may pack weights of 4 bits
-    for digest in (fingerprint, weights_digest, base_digest):
+    for digest in (fingerprint, base_identity, base_digest):
         before = digest(model)
         assert gap(logits(model, IDS), expected) == 0
         assert digest(model) == before != digest(other)
