@@ -139,7 +139,9 @@ def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     """
     held = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor)]
     derived = [tensor for tensor in held if not tensor.is_leaf]  # as the biases of HQQ, which no copy takes
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *derived)}
+    states = [vars(module).get("state") for module in model.modules()]
+    packed = [state for state in states if hasattr(state, "CB")]  # bitsandbytes moves 8-bit weights there as they run
+    memo: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers(), *derived, *packed)}
     copied = copy.deepcopy(model, memo := memo | weight_maps(model))
     for module in copied.modules():
         take_out_of_autocast(module)

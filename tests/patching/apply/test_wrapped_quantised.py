@@ -258,3 +258,17 @@ def test_rows_of_quantised_weights_are_not_moved(tmp_path: Path) -> None:
     loaded_by_torchao(build("llama", **WIDE["llama"]), tmp_path / "llama").save_pretrained(tmp_path / "quantised")
     with pytest.raises(UnsupportedSwapError, match="LlamaForCausalLM is quantized, .*before it was quantized; --dtype"):
         hf_posswap.export(tmp_path / "quantised", "llamacpp", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("way", SAVED)
+@pytest.mark.parametrize("first", [verify_swap, base_digest])
+def test_a_model_that_has_not_run_yet_is_left_as_it_is(first: Callable[[Any], Any], way: str, tmp_path: Path) -> None:
+    models = [WAYS[way](build("llama", **WIDE["llama"]), tmp_path / name) for name in ("one", "other")]
+    for model in models:
+        swap(model, "alibi")
+    first(models[0])
+    assert gap(logits(models[0], IDS), logits(models[1], IDS)) == 0
+    first(models[0])
+    hf_posswap.save(models[0], tmp_path / "saved")
+    loaded = hf_posswap.load(tmp_path / "saved", device_map="cpu")
+    assert gap(logits(loaded, IDS), logits(models[1], IDS)) == 0
