@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.peft_wrappers import is_saved_with_adapter, watch_adapters
+from hf_posswap.compat.transformers_loading import undoing_what_has_an_inverse
 from hf_posswap.errors import CheckpointError, MissingDependencyError, NotPatchedError, UnsupportedSwapError
 from hf_posswap.patching.apply.applied import applied_swap
+from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.adapter_marks import SIDECAR, base_of, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.patching.sites.attention.edits import AddMechanism
@@ -116,10 +118,11 @@ def save_with_swap(model: PreTrainedModel, folder: Path) -> None:
     if getattr(inner, "peft_config", None) is not None:
         refuse_changed_base(inner)
     refuse_lost_positions(inner)
-    if inner is model:
-        model.save_pretrained(folder)
-    else:
-        model.save_pretrained(str(folder), create_model_card=False)
+    with undoing_what_has_an_inverse(unwrap(inner)):
+        if inner is model:
+            model.save_pretrained(folder)
+        else:
+            model.save_pretrained(str(folder), create_model_card=False)
     write_sidecars(inner, folder)
 
 

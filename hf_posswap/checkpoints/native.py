@@ -136,6 +136,11 @@ def convert(model: PreTrainedModel, target: str | None = None) -> Native:
         raise NotPatchedError(f"{type(swapped).__name__} is not swapped: it is a stock model already.")
     if swapped is not model or any(map(is_adapted, swapped.modules())):
         raise UnsupportedSwapError("the model carries an adapter: convert model.merge_and_unload() instead.")
+    if getattr(swapped, "hf_quantizer", None) is not None:
+        raise UnsupportedSwapError(
+            f"{type(swapped).__name__} is quantized, and a conversion moves rows of weights: convert the swapped model "
+            "before it is quantized, and quantize what was saved."
+        )
     reasons = []
     for name in [target] if target else CONVERSIONS:
         sources, build = CONVERSIONS[name]

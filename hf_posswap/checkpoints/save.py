@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG, save_with_swap
 from hf_posswap.checkpoints.card import saved_readme
 from hf_posswap.checkpoints.manifest import (
@@ -22,6 +24,7 @@ from hf_posswap.checkpoints.manifest import (
     write_manifest,
 )
 from hf_posswap.compat.accelerate_state import offloading_hooks
+from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -53,8 +56,8 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
 
     Raises:
         CheckpointError: the folder holds something (with `overwrite`: something that no save wrote, or that was changed
-            since), or cannot be written; or weights are offloaded, and no device map says where; or the config was
-            changed since the swap, where the swap set it.
+            since), or cannot be written; or weights are offloaded, and no device map says where, or are quantized in a
+            form that no checkpoint holds; or the config was changed since the swap, where the swap set it.
         OptionError: another tokenizer than its own was given with a SentenceTransformer.
         UnsupportedSwapError: a SentenceTransformer has no transformers model in it, or several.
 
@@ -104,12 +107,10 @@ def replacing_checkpoint(path: Path, overwrite: bool) -> Iterator[Path]:
 def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the files of `model`, and of `tokenizer` unless it is None, to `folder`."""
     _refuse_changed_config(unwrap(model))
+    _refuse_quantized(model)
+    unpack_4_bit_weights(model)
     with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
-        try:
-            save_with_swap(model, folder)
-        except RuntimeError as error:
-            _explain_unsavable(model, error)
-            raise
+        save_with_swap(model, folder)
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
     if patch is not None and not readme.exists():  # that of an adapter is PEFT's
         inner = unwrap(model)
@@ -133,16 +134,24 @@ def _refuse_changed_config(model: PreTrainedModel) -> None:
             )
 
 
-def _explain_unsavable(model: PreTrainedModel, error: RuntimeError) -> None:
-    """Raise a CheckpointError if `error` is of weights without memory of their own, such as torchao's."""
-    weights = {name: weight for name, weight in model.named_parameters() if hasattr(weight, "__tensor_flatten__")}
-    if weights and "storage" in str(error):
+def _refuse_quantized(model: PreTrainedModel) -> None:
+    """Refuse quantized weights that no file holds, or that nothing loads from one: transformers has to know of them."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if getattr(model, "peft_config", None) is not None or (quantizer is not None and quantizer.is_serializable()):
+        return
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
+    }
+    if weights:
         name, weight = next(iter(weights.items()))
         raise CheckpointError(
-            f"safetensors cannot hold {len(weights)} weights of {type(model).__name__}, such as {name}, of class "
-            f"{type(weight).__name__}. Load the model with quantization_config=TorchAoConfig(...) instead of "
-            "quantizing it in place, or save it before it is quantized."
-        ) from error
+            f"a checkpoint cannot hold {len(weights)} quantized weights of {type(model).__name__}, such as {name}, of "
+            f"class {type(weight).__name__}: nothing would load them. Save the swapped model before it is quantized, "
+            "and quantize it when you load it: hf_posswap.load(folder, quantization_config=...). What transformers "
+            "quantizes so with torchao or bitsandbytes can be saved."
+        )
 
 
 @contextmanager
@@ -211,7 +220,10 @@ def _refusal(folder: Path, overwrite: bool) -> str | None:
     if not names:
         return None
     if not overwrite:
-        return f"{folder} is not empty; choose another folder, or pass overwrite=True to replace it."
+        return (
+            f"{folder} is not empty; choose another folder, or replace it: with overwrite=True, --overwrite on the "
+            "command line."
+        )
     files = read_manifest(folder)
     names_model = not {"model_type", "architectures"}.isdisjoint(object_or_empty(folder / "config.json"))
     if files is None and not (folder / ADAPTER_CONFIG).is_file() and not names_model:

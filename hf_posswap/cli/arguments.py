@@ -197,6 +197,11 @@ def source_of(model: str, gguf_file: str | None = None) -> str:
             f"{model} is a file; give the folder that holds the model's config.json, or a GGUF file, "
             "which begins with the bytes GGUF."
         )
+    if model and os.path.islink(path):
+        raise CheckpointError(
+            f"{model!r} is a link to {os.readlink(path)!r}, which does not exist; give a folder that holds a "
+            "config.json, or a Hub id."
+        )
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         raise CheckpointError(f"{model!r} does not exist; give a folder that holds a config.json, or a Hub id.")
     return model

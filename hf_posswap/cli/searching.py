@@ -13,7 +13,7 @@ from hf_posswap.cli.output import quiet_library, show_json, show_pairs, show_tex
 from hf_posswap.cli.target import checked_file, load_tokenizer
 from hf_posswap.errors import CheckpointError, DataError, OptionError
 from hf_posswap.utils.atomic_io import writable_folder, write_json
-from hf_posswap.utils.user_paths import expand_home
+from hf_posswap.utils.user_paths import real_path
 
 if TYPE_CHECKING:
     from hf_posswap import LongRopeSearch
@@ -126,7 +126,7 @@ def _show(result: LongRopeSearch) -> None:
 
 def _checked_file(out: Path, overwrite: bool) -> Path:
     """Return `out` as an absolute path, after checking that it can be written."""
-    path = expand_home(out).resolve()
+    path = real_path(out)
     if path.suffix != ".json":
         raise CheckpointError(f"--out {out} must end in .json, by which posswap patch knows a scheme's file.")
     if path.exists() and not (overwrite and path.is_file()):

@@ -10,7 +10,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.utils.atomic_io import writable_folder
 from hf_posswap.utils.auto_classes import auto_processor, auto_tokenizer
 from hf_posswap.utils.gguf_source import checkpoint_of
-from hf_posswap.utils.user_paths import expand_home
+from hf_posswap.utils.user_paths import expand_home, real_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -25,13 +25,13 @@ def checked_target(out: Path, source: str, overwrite: bool) -> Path:
         CheckpointError: it is a file or a mount point, is not empty (with `overwrite`: holds anything but a
             checkpoint), holds or is the source, or its parent cannot be written.
     """
-    folder = expand_home(out).resolve()
+    folder = real_path(out)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"--out {out} is a file; give a folder that is new or empty.")
     if Path(source).exists() and Path(source).resolve().is_relative_to(folder):
         raise CheckpointError(f"--out {out} is or holds the model itself; give another folder.")
-    if folder.is_dir():
-        if any(folder.iterdir()) and not overwrite:
+    if folder.is_dir() or folder.is_symlink():
+        if folder.is_dir() and any(folder.iterdir()) and not overwrite:
             raise CheckpointError(f"--out {out} is not empty; give another folder, or --overwrite to replace it.")
         from hf_posswap.checkpoints.save import refuse_to_replace
 

@@ -103,9 +103,8 @@ def compare_attention(
         trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
 
     Raises:
-        OptionError: an invalid length, factor or limit.
-        DataError: no candidates, duplicate names, different tokenizers, too little text, or no known original window
-            to derive the lengths from.
+        OptionError: an invalid length, factor or limit; no candidates, or duplicate names.
+        DataError: different tokenizers, too little text, or no known original window to derive the lengths from.
         PositionRangeError: no model can run one of the lengths.
         UnsupportedModelError, NotEnoughMemoryError: as `hf_posswap.evaluation.attention_by_distance`.
         UnsupportedSwapError, SchemeError: as `patch_model`.

@@ -18,6 +18,7 @@ import torch
 from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.compat.transformers_attention import attention_implementation
+from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import lasting_values
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.evaluation.cost import choose_prefill
@@ -27,6 +28,7 @@ from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, u
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import make_scheme, names_one_scheme
 from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.utils.digests import plain_parts
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import SWAP_OPTIONS
 from hf_posswap.utils.sentence_models import is_sentence_model
@@ -249,11 +251,13 @@ def fingerprint(model: PreTrainedModel) -> str:
     """
     config = lasting_values(model.config)
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    unpack_4_bit_weights(model)
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        flat = value.detach().contiguous().flatten().view(torch.uint8)
-        for start in range(0, len(flat), _HASH_CHUNK):
-            total.update(flat[start : start + _HASH_CHUNK].cpu().numpy().tobytes())
+        for part in plain_parts(value):
+            flat = part.detach().contiguous().flatten().view(torch.uint8)
+            for start in range(0, len(flat), _HASH_CHUNK):
+                total.update(flat[start : start + _HASH_CHUNK].cpu().numpy().tobytes())
     return total.hexdigest()[:32]
 
 
@@ -276,10 +280,7 @@ def tokenizer_for(
     sources = [str(given)] if given is not None else _sources(candidates)
     if not sources:
         raise DataError("a model object has no tokenizer: give tokenizer=.")
-    tokenizers = {
-        source: load_tokenizer(source, instead="give tokenizer=", trust_remote_code=trust_remote_code)
-        for source in sources
-    }
+    tokenizers = {source: load_tokenizer(source, trust_remote_code=trust_remote_code) for source in sources}
     first, *others = tokenizers.items()
     for source, tokenizer in others:
         if tokenizer(_SAMPLE)["input_ids"] != first[1](_SAMPLE)["input_ids"]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from hf_posswap.errors import DataError, UnknownNameError
+from hf_posswap.errors import OptionError, UnknownNameError
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def candidate_names(candidates: Sequence[Named]) -> list[str]:
     """Return the names of `candidates`, in order: the given ones, or those derived by `source_names`.
 
     Raises:
-        DataError: there are no candidates, a name is empty, or two names are equal.
+        OptionError: there are no candidates, a name is empty, or two names are equal.
     """
     known = source_names(c.source for c in candidates if c.name is None and isinstance(c.source, str | Path))
     names = []
@@ -85,17 +85,18 @@ def check_names(names: Sequence[str]) -> None:
     """Check that the names are not empty and unique.
 
     Raises:
-        DataError: as `candidate_names`.
+        OptionError: as `candidate_names`.
 
     Example:
         >>> check_names(["a", "a"])
         Traceback (most recent call last):
-        hf_posswap.errors.DataError: a comparison needs models with unique names, got ['a', 'a']: set Candidate(name=...), or write NAME=MODEL on the command line.
-    """  # noqa: E501
+        hf_posswap.errors.OptionError: a comparison needs models with unique names, got ['a', 'a']: name each of them, \
+NAME=MODEL on the command line, Candidate(name=...) in Python.
+    """
     if not names or len(set(names)) < len(names) or not all(name.strip() for name in names):
-        raise DataError(
-            f"a comparison needs models with unique names, got {list(names)}: set Candidate(name=...), or write "
-            "NAME=MODEL on the command line."
+        raise OptionError(
+            f"a comparison needs models with unique names, got {list(names)}: name each of them, NAME=MODEL on the "
+            "command line, Candidate(name=...) in Python."
         )
 
 

@@ -260,8 +260,9 @@ def compare(
 
     Raises:
         UnknownNameError: no model is called `baseline`, or no such metric.
-        OptionError: a setting is invalid, or a candidate is no model, folder or Hub id.
-        DataError: no candidates, duplicate names, or different tokenizers; and as `evaluate`.
+        OptionError: a setting is invalid, there are no candidates or duplicate names, or a candidate is no model,
+            folder or Hub id.
+        DataError: different tokenizers; and as `evaluate`.
         MissingDependencyError: matplotlib is needed for pictures, or accelerate for several processes, and it is not
             installed.
         CheckpointError, PositionRangeError, NotEnoughMemoryError, NumericError: as `evaluate`.

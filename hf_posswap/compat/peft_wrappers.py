@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
+
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
@@ -114,6 +116,7 @@ def weights_without_adapters(model: nn.Module) -> dict[str, Tensor]:
     """
     adapted = {name for name, module in model.named_modules() if is_adapted(module)}
     weights = {}
+    unpack_4_bit_weights(model)
     for key, weight in model.state_dict().items():
         segments = key.split(".")
         inside = [".".join(segments[:end]) in adapted for end in range(len(segments))]

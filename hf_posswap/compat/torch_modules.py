@@ -132,7 +132,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Touches `vars(module)`, where torch keeps parameters, buffers, submodules and hooks in dicts (torch 2.6 to 2.13).
     Without it a forward leaves a dynamic or longrope rotary module with the angles of another length.
     """
-    attributes = [(vars(module), _shallow(vars(module))) for module in model.modules()]
+    collections = (dict, list, set)  # which may be written into
+    attributes = [
+        (
+            vars(module),
+            {name: (v, v.copy() if isinstance(v, collections) else None) for name, v in vars(module).items()},
+        )
+        for module in model.modules()
+    ]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     values = [value for _, before in attributes for _, (value, _) in before.items() if isinstance(value, Tensor)]
     tensors = {id(each): each for each in (*model.buffers(), *values)}
@@ -149,12 +156,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for parameter, requires_grad in trainable:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-
-
-def _shallow(values: dict[str, object]) -> dict[str, tuple[object, object]]:
-    """Return each value with a shallow copy of it, if it is a collection."""
-    collections = (dict, list, set)
-    return {name: (value, value.copy() if isinstance(value, collections) else None) for name, value in values.items()}
 
 
 def _restore(now: dict[str, object], before: dict[str, tuple[Any, Any]]) -> None:

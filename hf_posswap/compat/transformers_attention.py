@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
@@ -220,19 +220,14 @@ def quarter_turn(code: ModuleType, probe: Tensor) -> Tensor | None:
     """
     if hasattr(code, "rotate_half"):
         return code.rotate_half(probe)
-    if "freqs_cis" in _arguments(code, "apply_rotary_emb"):  # complex numbers: a quarter turn is i
+    complex_form = getattr(code, "apply_rotary_emb", None)
+    if complex_form is not None and "freqs_cis" in inspect.signature(complex_form).parameters:  # a quarter turn is i
         quarter = torch.full((1, 1, 2), 1j, device=probe.device)
-        return code.apply_rotary_emb(probe[None, None], probe[None, None], quarter)[0]
+        return complex_form(probe[None, None], probe[None, None], quarter)[0]
     if hasattr(code, "_apply_rotary_emb"):  # cos 0 and sin 1, of half the width
         cos, sin = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], device=probe.device)
         return code._apply_rotary_emb(probe, cos, sin)
     return None
-
-
-def _arguments(code: ModuleType, name: str) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments, by name, of the function `name` of a module; none where it has no such function."""
-    function = getattr(code, name, None)
-    return {} if function is None else inspect.signature(function).parameters
 
 
 _MASKED_KEYS = "masked_key_indices"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +248,45 @@ class LoadingHooks(_Mixin):
         model._weight_conversions = [conversion for conversion in model._weight_conversions if conversion not in ours]
         cls.posswap_loaded(model)
         return loaded
+
+
+@contextmanager
+def undoing_what_has_an_inverse(model: nn.Module) -> Iterator[None]:
+    """Inside the block, `save_pretrained` of `model` undoes the conversions of its loading that have an inverse.
+
+    Touches `_weight_conversions` of a loaded model and `WeightTransform.reverse_transform` (transformers 5.14 to 5.24).
+    Without it a model that was loaded from a quantized checkpoint (torchao, bitsandbytes) cannot be saved:
+    `NotImplementedError`, without a message. Such weights are saved as they lie in memory, which is how they were.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if not conversions:
+        yield
+        return
+    invertible = []
+    for conversion in conversions:
+        with suppress(NotImplementedError):
+            conversion.reverse_transform()
+            invertible.append(conversion)
+    model._weight_conversions = invertible  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model._weight_conversions = conversions
+
+
+def unpack_4_bit_weights(model: nn.Module) -> None:
+    """Put weights of bitsandbytes that a forward on a CPU packed in another order back into that of checkpoints.
+
+    Touches `QuantState.packing_format_for_cpu`, `original_nested` and `absmax` (bitsandbytes 0.50), which `state_dict`
+    of a layer goes by. Without it a 4-bit model that has run on a CPU with AVX512-BF16 is saved with its scales in the
+    wrong order, silently.
+    """
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            if not state.original_nested:  # type: ignore[union-attr]
+                state.absmax = state.absmax.T.reshape(-1).float()  # type: ignore[union-attr]
+            module.state_dict()
 
 
 def ignored_on_load(model: PreTrainedModel) -> list[str]:

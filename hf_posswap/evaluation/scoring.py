@@ -184,6 +184,8 @@ class Scorer:
         # if the total length matters, the forward also reads the last token, as for model.loss
         self.reads_last = not reach.prefix_consistent
         self.chunked = self._head_is_known()
+        # so are the states of a text's beginning those of the beginning alone, and the head gives its logits
+        self.keeps_states = self.chunked and not self.reads_last
         self.prefixes: PrefixStates | None = None
         if prefill is not None and (apart := apart_in_chunks(model, prefill)) is not None:
             raise DataError(
@@ -273,11 +275,6 @@ class Scorer:
                 yield head(needed[:, i : i + step])
         if keeps is not None:
             keeps.states[keeps.name(ids[0].cpu())] = torch.cat(kept)[: keeps.length - 1].clone()
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether the states of a text's beginning are those of the beginning alone, and the head gives its logits."""
-        return self.chunked and not self.reads_last
 
     def first_logits(self, text: np.ndarray, length: int) -> Iterator[Tensor]:
         """Yield the logits that predict the first `length` tokens of a text but the first, in chunks [1, K, V].

@@ -75,7 +75,7 @@ def harness_model_class() -> type[HFLM]:
             tokenizer = more.pop("tokenizer", None) or (pretrained if isinstance(pretrained, str) else None)
             if isinstance(tokenizer, str):
                 hub_options = hub if tokenizer == pretrained else {TRUST: trust_remote_code}
-                tokenizer = load_tokenizer(tokenizer, instead="give tokenizer=", **hub_options)
+                tokenizer = load_tokenizer(tokenizer, **hub_options)
             # it warns of models that it did not load itself
             with quiet_logger("lm_eval.models.huggingface", logging.ERROR):
                 super().__init__(pretrained=model.to(device), tokenizer=tokenizer, **more)

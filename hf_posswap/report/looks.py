@@ -19,7 +19,7 @@ from hf_posswap.plotting.styles import (
 )
 from hf_posswap.report.conclusion import is_control_entry
 from hf_posswap.report.markup import Markup, tag
-from hf_posswap.report.results import ModelEntry, Results, SchemeEntry
+from hf_posswap.report.results import Results, SchemeEntry
 
 _DASH = "M-6,0H6"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -49,15 +49,12 @@ def model_numbers(results: Results) -> dict[str, int]:
         >>> list(model_numbers({"models": models}).values())
         [0, 1, 2, 3, 4]
     """
-    models = results["models"]
-    numbers = distinct_numbers([_preferred_number(name, model) for name, model in models.items()])
-    return dict(zip(models, numbers, strict=True))
-
-
-def _preferred_number(name: str, model: ModelEntry) -> int | None:
-    if model["plan"] is None:
-        return CONTROL if is_control_entry(name, model) else BASE
-    return scheme_number(scheme_name(model["plan"]["scheme"]))
+    models, preferred = results["models"], list[int | None]()
+    for name, model in models.items():
+        unswapped = CONTROL if is_control_entry(name, model) else BASE
+        plan = model["plan"]
+        preferred.append(unswapped if plan is None else scheme_number(scheme_name(plan["scheme"])))
+    return dict(zip(models, distinct_numbers(preferred), strict=True))
 
 
 def scheme_name(scheme: SchemeEntry) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.torch_tensors import is_plain
 from hf_posswap.errors import UnsupportedSwapError
 
 _PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"))
@@ -62,7 +63,8 @@ def find_projections(attention: nn.Module, heads: int, head_dim: int) -> tuple[P
     """Return the projections that compute the queries and the keys of `attention`.
 
     Raises:
-        UnsupportedSwapError: they are not found, are wrapped by an adapter, or have no bias for constant vectors.
+        UnsupportedSwapError: they are not found, are quantized or wrapped by an adapter, or have no bias for constant
+            vectors.
     """
     children = {path.rpartition(".")[2]: module for path, module in attention.named_modules()}
     width = heads * head_dim
@@ -84,6 +86,13 @@ def find_projections(attention: nn.Module, heads: int, head_dim: int) -> tuple[P
             raise UnsupportedSwapError(
                 f"{type(attention).__name__}: an adapter wraps its queries or keys, whose own weights have to be "
                 "fitted. Fit the model before adding an adapter, or merge_and_unload() first."
+            )
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and not (is_plain(weight) and weight.is_floating_point()):
+            raise UnsupportedSwapError(
+                f"{type(attention).__name__}: its {type(module).__name__} is quantized ({type(weight).__name__} of "
+                f"{weight.dtype}), and the fit writes weights and biases. Load the model without quantization, swap, "
+                "fit and save it, and quantize what was saved."
             )
         if not isinstance(module, nn.Linear | Conv1D) or getattr(module, "bias", None) is None:
             raise UnsupportedSwapError(

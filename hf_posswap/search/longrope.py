@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.guard import alone
@@ -131,6 +132,7 @@ class Session:
         """Return the properties that a saved state must share with the search that resumes from it."""
         settings = dataclasses.asdict(self.settings)
         del settings["iterations"]  # a resumed search may have more
+        unpack_4_bit_weights(self.model)
         return {
             "model": weights_digest(self.model),
             "documents": documents_digest(self.documents),

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_posswap.compat.torch_tensors import is_plain
 from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites
 from hf_posswap.geometry import Geometry
@@ -234,7 +235,7 @@ def _weight_norms(model: PreTrainedModel, sites: Sites) -> Tensor:
 
 def _rows(module: nn.Module, name: str, path: str) -> Tensor:
     projection = getattr(module, name, None)
-    if type(projection) is not nn.Linear:
+    if type(projection) is not nn.Linear or not is_plain(projection.weight):
         raise UnsupportedSwapError(
             f"{path} has no plain {name}, so its pairs cannot be ranked by weights: give tokens to rank them by."
         )

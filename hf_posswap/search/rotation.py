@@ -135,7 +135,7 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
         SchemeError: the scheme does not rotate by fixed angles, or rotates whole heads, which leaves no dimensions for
             content.
         UnsupportedSwapError: it had no learned table, several stacks, heads that share keys, projections that are not
-            known or have no bias, or weights of another dtype than float32 and float64.
+            known, have no bias or are quantized, or weights of another dtype than float32 and float64.
         UnsupportedModelError: its weights are on meta.
         DataError: tokens are not rows of the model's token ids, too long, padded, or all too short to compare.
         ModelInUseError: a forward of the model is running, or another thread changes it.

@@ -290,9 +290,12 @@ def _json_lines(path: Path) -> Iterator[object]:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
 
 
-def _parquet(path: Path) -> Iterable[object]:
+def _parquet(path: Path) -> Iterator[object]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise MissingDependencyError("datasets", "train") from error
-    return load_dataset("parquet", data_files=str(path), split="train", streaming=True)  # not copied into a cache
+    try:
+        yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)  # not copied to a cache
+    except (OSError, ValueError) as error:  # those of pyarrow are ValueError
+        raise DataError(f"{path} cannot be read as parquet: {said_by(error)}.") from error

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 _CHARACTERS_PER_TOKEN = 32  # only the beginning of a long text is tokenized
 
 
+_ANOTHER = "give one by --tokenizer, or by tokenizer in Python"
+
+
 def load_tokenizer(
-    source: str | Path, *, instead: str, trust_remote_code: bool = False, **hub: object
+    source: str | Path, *, instead: str = _ANOTHER, trust_remote_code: bool = False, **hub: object
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or Hub id, which can read text.
 

@@ -90,7 +90,7 @@ def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
     except Exception as error:
         if not isinstance(error, OSError) and not any(phrase in str(error) for phrase in _SAID_BY_WRITERS):
             raise  # it is not about writing
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason = _reason(error, path.parent)
         advice = (
             _MOUNTED if getattr(error, "errno", None) in _OTHER_MOUNT else "Free some space or choose another folder."
         )
@@ -224,7 +224,9 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"cannot read {shown(path)}: there is no such file; give the path of one.") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {shown(path)}: {error}. Delete it to have it made again.") from error
+        raise CheckpointError(
+            f"cannot read {shown(path)}: {error}. Delete it to have it made again if a command made it, or correct it."
+        ) from error
 
 
 def read_object(path: Path, **fields: type) -> dict[str, Any]:
@@ -252,6 +254,15 @@ def object_or_empty(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _reason(error: BaseException, path: Path) -> str:
+    """Return why `path` cannot be written: what stands in the place of a folder, else what the system says."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+        if not there.is_dir():
+            return f"{shown(there)} is no folder"
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+
+
 def writable_folder(path: Path) -> Path:
     """Make the folder `path` where it is missing, prove by a small file that it can be written, and return it.
 
@@ -267,7 +278,7 @@ def writable_folder(path: Path) -> Path:
             (staging / "probe").write_bytes(bytes(4096))
     except OSError as error:
         raise CheckpointError(
-            f"cannot write to the folder {shown(path)}: {error.strerror or error}. Choose another."
+            f"cannot write to the folder {shown(path)}: {_reason(error, path)}. Choose another."
         ) from error
     return path
 

@@ -127,5 +127,20 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    tensor_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(tensor_bytes.numpy().data).hexdigest()
+    whole = hashlib.sha256()
+    for part in plain_parts(tensor):
+        whole.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold the numbers of `tensor`: itself, or those that a quantized one is made of.
+
+    Example:
+        >>> len(plain_parts(torch.zeros(2)))
+        1
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,21 @@ machine. Give the path in full; for a folder that is called so, './~no-such-user
             f"{shown}: {lacks or f'{brief_repr(user)} is the home folder of no user of this machine'}. Give the path "
             f"in full; for a folder that is called so, {brief_repr(f'./{path}')}."
         ) from error
+
+
+def real_path(path: str | Path) -> Path:
+    """Return the full `path`, without `~` and without links; what lies behind links in a loop stays as it is.
+
+    `Path.resolve` raises RuntimeError there, before Python 3.13.
+
+    Raises:
+        CheckpointError: as `expand_home`.
+
+    Example:
+        >>> real_path("/runs/../runs/rope")
+        PosixPath('/runs/rope')
+    """
+    return Path(os.path.realpath(expand_home(path)))
 
 
 def without_folder(name: str | None) -> str | None:
@@ -94,7 +110,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def _import_file(name: str) -> ModuleType:
-    path = expand_home(name).resolve()
+    path = real_path(name)
     if not path.is_file():
         raise OptionError(f"cannot import {name!r}: there is no such file.")
     known = sys.modules.get(path.stem)

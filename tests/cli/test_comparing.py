@@ -55,10 +55,9 @@ def test_nothing_that_is_written_holds_an_absolute_path(posswap: Posswap, runs: 
 
 def test_two_models_of_one_name_are_told_at_once_with_what_to_do(runs: Path) -> None:
     done = CliRunner().invoke(app, ["compare", str(runs / "rope" / "model"), str(runs / "rope" / "model")])
-    assert done.exit_code == 4
+    assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
-    assert "got ['rope', 'rope']" in done.stderr
-    assert "write NAME=MODEL on the command line" in done.stderr
+    assert "got ['rope', 'rope']: name each of them, NAME=MODEL on the command line" in done.stderr
 
 
 def test_help_shows_how_trainings_are_compared() -> None:

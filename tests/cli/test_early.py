@@ -57,6 +57,8 @@ LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
         ),
         (["to-native", ABSENT, "-o", "TEXT"], "is a file; give a folder"),
         (["export", ".", "--target", "vllm", "-o", "FOLDER"], "is not empty: give a new folder"),
+        (["patch", ABSENT, "rope", "-o", "BELOW"], "text.txt is no folder. Choose another"),
+        (["compare", "first", "first"], r"unique names, got ['first', 'first']: name each of them, NAME=MODEL on the"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, list) else "",
 )
@@ -68,11 +70,43 @@ def test_nothing_is_loaded_to_say_it(tmp_path: Path, arguments: list[str], messa
     (tmp_path / "no-text").mkdir()
     places = {"TEXT": text, "FOLDER": folder, "OUT": tmp_path / "new", "OUT.json": tmp_path / "new.json"}
     places["NO_TEXT"] = tmp_path / "no-text"
-    places["OUT.txt"] = tmp_path / "new.txt"
+    places |= {"OUT.txt": tmp_path / "new.txt", "BELOW": text / "below"}
     done = CliRunner().invoke(app, [str(places.get(word, word)) for word in arguments])
     assert done.exit_code in (2, 4), done.output
     assert message in " ".join(done.stderr.split()), done.stderr
     assert "huggingface" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "LOOP", "rope"], "is a link to 'other', which does not exist; give a folder that holds a config"),
+        (
+            ["patch", ABSENT, "rope", "-o", "LOOP"],
+            "loop: Too many levels of symbolic links. Choose another",
+        ),
+        (["patch", ABSENT, "rope", "-o", "BELOW"], "loop is no folder. Choose another"),
+        (["to-native", ABSENT, "-o", "LOOP"], "loop: Too many levels of symbolic links. Choose another"),
+        ([*SEARCH[:-1], "BELOW.json"], "loop is no folder. Choose another"),
+        (["train", "control", "OUT", f"model.name={ABSENT}", "--text", "TEXT"], "loop"),
+        (["--import", "LOOP.py", "schemes"], "loop.py': there is no such file"),
+    ],
+)
+def test_links_that_lead_to_one_another_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    for one, other in (("loop", "other"), ("other", "loop"), ("loop.py", "other.py"), ("other.py", "loop.py")):
+        (tmp_path / one).symlink_to(other)
+    (tmp_path / "text.txt").write_text("words")
+    loop = tmp_path / "loop"
+    places = {"LOOP": loop, "LOOP.py": tmp_path / "loop.py", "BELOW": loop / "below", "BELOW.json": loop / "x.json"}
+    places |= {"TEXT": tmp_path / "text.txt", "OUT": f"out={loop / 'below'}"}
+    done = CliRunner().invoke(app, [str(places.get(word, word)) for word in arguments])
+    assert done.exit_code in (2, 4), done.output
+    assert message in " ".join(done.stderr.split()), done.stderr
+
+
+def test_a_model_that_is_not_there_has_no_smaller_problem(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["to-native", ABSENT, "-o", str(tmp_path / "new")])
+    assert "holds no readable model config" in done.stderr
 
 
 NOWHERE = "~no-such-user/x"

@@ -86,7 +86,7 @@ def test_a_model_object_is_read_with_the_tokenizer_of_the_folder_that_it_came_fr
     how: dict[str, Any] = {"text": TEXTS, "lengths": [16], "metrics": "ppl_prefix"}
     gpt2().save_pretrained(tmp_path)
     model = GPT2LMHeadModel.from_pretrained(tmp_path)
-    with pytest.raises(DataError, match="give tokenizer="):
+    with pytest.raises(DataError, match="give one by --tokenizer, or by tokenizer in Python"):
         evaluate(model, "rope", **how)
     byte_tokenizer().save_pretrained(tmp_path)
     found = evaluate(model, "rope", **how).results

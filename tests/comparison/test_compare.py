@@ -384,8 +384,8 @@ def test_a_shell_shares_weights_and_is_patched_alone() -> None:
 @pytest.mark.parametrize(
     ("candidates", "more", "error", "message"),
     [
-        ([], {}, DataError, r"models with unique names, got \[\]"),
-        ([gpt2, gpt2], {}, DataError, r"got \['GPT2LMHeadModel', 'GPT2LMHeadModel'\]: set Candidate\(name"),
+        ([], {}, OptionError, r"models with unique names, got \[\]"),
+        ([gpt2, gpt2], {}, OptionError, r"got \['GPT2LMHeadModel', 'GPT2LMHeadModel'\]: name each .*Candidate\(name"),
         ([gpt2], {"tokenizer": None}, DataError, "a model object has no tokenizer: give tokenizer="),
         ([gpt2], {"settings": EvalSettings(lengths=(64, 512))}, PositionRangeError, r"no model can run \[512\] tokens"),
         ([gpt2], {"documents": []}, DataError, "0 texts: there is no document to measure on"),

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_posswap.cli.comparing import parse_candidates
 from hf_posswap.comparison import Candidate, EvalSettings, compare
 from hf_posswap.comparison.names import candidate_names, reference_name, source_names
-from hf_posswap.errors import CheckpointError, DataError, OptionError, UnknownNameError
+from hf_posswap.errors import CheckpointError, OptionError, UnknownNameError
 from hf_posswap.training import byte_tokenizer
 
 TEXTS = [f"{number}: " + " ".join(str((number * 7 + i) ** 2) for i in range(60)) for number in range(8)]
@@ -70,8 +70,8 @@ def test_names_are_given_before_an_equals_sign(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("given", "against", "error", "message"),
     [
-        (["a/run/model", "a/run/model"], None, DataError, r"got \['run', 'run'\]: .* or write NAME=MODEL"),
-        (["x=a/run/model", "x=b"], None, DataError, r"got \['x', 'x'\]"),
+        (["a/run/model", "a/run/model"], None, OptionError, r"got \['run', 'run'\]: .* NAME=MODEL on the command line"),
+        (["x=a/run/model", "x=b"], None, OptionError, r"got \['x', 'x'\]"),
         (["=a/run/model"], None, OptionError, "'=a/run/model': expected NAME=MODEL, for example rope=runs/rope/model"),
         (["x="], None, OptionError, "'x=': expected NAME=MODEL"),
         (["a/run/model+"], None, OptionError, "expected a scheme after"),

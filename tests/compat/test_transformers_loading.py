@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -276,6 +277,36 @@ def test_posswap_loaded(stock: Any, tmp_path: Path) -> None:
     assert Plain.from_pretrained(tmp_path).wpe.weight.requires_grad  # which is what the hook is for
     made = Hooked.from_pretrained(tmp_path)
     assert [name for name, held in made.named_parameters() if not held.requires_grad] == [TABLE]
+
+
+def test_undoing_what_has_an_inverse(stock: Any, tmp_path: Path) -> None:
+    stock.save_pretrained(tmp_path / "stock")
+    made = GPT2Model.from_pretrained(tmp_path / "stock")
+    made._weight_conversions = before = [WeightConverter(TABLE, TABLE, operations=[Halved()])]
+    with pytest.raises(NotImplementedError):
+        made.save_pretrained(tmp_path / "again")
+    with transformers_loading.undoing_what_has_an_inverse(made):
+        made.save_pretrained(tmp_path / "again")
+    assert made._weight_conversions is before
+    assert same(GPT2Model.from_pretrained(tmp_path / "again"), stock)
+
+
+def test_unpack_4_bit_weights() -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    from bitsandbytes.nn import LinearNF4
+
+    torch.manual_seed(0)
+    plain, x = nn.Linear(64, 64), torch.randn(2, 64)
+    layer = LinearNF4(64, 64)
+    layer.load_state_dict(plain.state_dict())
+    layer.to("cpu").eval()
+    with torch.no_grad():
+        expected = layer(x)  # packs the weight, where the processor can
+        transformers_loading.unpack_4_bit_weights(layer)
+        assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
+        assert layer.weight.quant_state.absmax.shape == (64,)
+        assert torch.equal(layer(x), expected)
 
 
 def test_hooks_that_nobody_overrides_change_nothing(stock: Any, tmp_path: Path) -> None:

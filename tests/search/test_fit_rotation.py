@@ -284,6 +284,27 @@ def half_precision() -> Any:
     return swapped(random_model("gpt2").to(torch.bfloat16))
 
 
+class Packed(Tensor):
+    """A weight of another class, as torchao's are."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.detach().clone()
+
+
+def packed() -> Any:
+    model = random_model("opt")
+    projection = model.model.decoder.layers[0].self_attn.k_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    return patch_model(model, "rope", partial=PARTIAL)
+
+
+def integers() -> Any:
+    model = random_model("gpt2")
+    projection = model.transformer.h[0].attn.c_attn
+    projection.weight = torch.nn.Parameter(projection.weight.detach().to(torch.int8), requires_grad=False)
+    return patch_model(model, "rope", partial=PARTIAL)
+
+
 def two_stacks() -> Any:
     shape = {
         "d_model": 32,
@@ -307,6 +328,8 @@ def two_stacks() -> Any:
         (one_key_head, UnsupportedSwapError, "4 query heads of GPTBigCodeForCausalLM share 1 key heads"),
         (no_biases, UnsupportedSwapError, "its Linear has no bias"),
         (half_precision, UnsupportedSwapError, "which torch.bfloat16 cannot hold: load GPT2LMHeadModel with"),
+        (packed, UnsupportedSwapError, "its Linear is quantized \\(Packed of torch.float32\\), .*without quantization"),
+        (integers, UnsupportedSwapError, "its Conv1D is quantized \\(Parameter of torch.int8\\)"),
         (rotary, UnsupportedSwapError, "LlamaForCausalLM has no table: it rotates queries and keys itself"),
         (two_stacks, UnsupportedSwapError, "an encoder and a decoder"),
     ],

@@ -26,6 +26,10 @@ Build = Callable[..., Any]
 TOKENS = [list(range(1, 12)), list(range(20, 36))]
 
 
+class Packed(torch.Tensor):
+    """A weight of another class, as torchao's are."""
+
+
 def llama(**changes: Any) -> Any:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -190,3 +194,13 @@ def test_models_that_have_no_pairs_to_rank(build: Build) -> None:
 def test_a_model_some_of_whose_layers_do_not_rotate_is_refused() -> None:
     with pytest.raises(UnsupportedSwapError, match=r"layers 3 of SmolLM3ForCausalLM do not rotate, so they have no"):
         select_pairs(tiny_model("smollm3", meta=False), 0.5)
+
+
+def test_weights_that_are_quantized_are_not_ranked_but_queries_are() -> None:
+    model = llama()
+    expected = rank_pairs(model, TOKENS)
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    with pytest.raises(UnsupportedSwapError, match=r"has no plain q_proj, .*give tokens to rank them by"):
+        rank_pairs(model)
+    assert torch.equal(rank_pairs(model, TOKENS), expected)

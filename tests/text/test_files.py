@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hf_posswap.comparison.documents import read_documents
-from hf_posswap.text.documents import files_below
+from hf_posswap.errors import DataError
+from hf_posswap.text.documents import file_documents, files_below
 from hf_posswap.training import byte_tokenizer
 
 
@@ -21,3 +24,10 @@ def test_a_folders_readme_is_no_document_at_any_depth(tmp_path: Path) -> None:
     assert files_below(tmp_path / "README.md") == [tmp_path / "README.md"]
     read = read_documents(tmp_path, byte_tokenizer(), length=8, limit=9)
     assert [Path(name).name for name in read.names] == ["a.txt", "b.md", "readme-first.txt"]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"nope")
+    with pytest.raises(DataError, match=r"rows\.parquet cannot be read as parquet: "):
+        list(file_documents(path, "text"))

@@ -174,6 +174,11 @@ def contents_of(model: PreTrainedModel, position_config: PositionConfig) -> Cont
             f"no GGUF file is written here for {type(model).__name__}: only for the causal language models of type "
             f"{', '.join(MAKERS)}. Give a folder to -o, and use llama.cpp's convert_hf_to_gguf.py on it."
         )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedSwapError(
+            f"{type(model).__name__} is quantized, and a GGUF file is made of floating-point weights: export the "
+            "checkpoint before it was quantized; --dtype q8_0 writes 8 bits."
+        )
     return maker(model, position_config)
 
 

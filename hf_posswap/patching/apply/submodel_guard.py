@@ -22,7 +22,7 @@ from hf_posswap.compat.torch_modules import compiled_original
 from hf_posswap.errors import UnsupportedSwapError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 
 
 def guard_saving(model: nn.Module) -> RemovableHandle:
@@ -77,14 +77,15 @@ def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _saved_around(submodel: nn.Module) -> PreTrainedModel | None:
     """Return the outermost transformers model being saved that contains `submodel` and lacks its record; or None."""
     savers = [_saved_by(frame, submodel) for frame in _frames()]
-    without_record = [saver for saver in savers if saver is not None and not _records(saver, submodel)]
-    return without_record[-1] if without_record else None
-
-
-def _records(saver: PreTrainedModel, submodel: nn.Module) -> bool:
-    """Return whether the config of `saver` has the record of the swap of `submodel` inside it."""
-    carrier = _carrier_in(saver, submodel)
-    return carrier is not None and getattr(saver.config, "posswap", None) == getattr(carrier.config, "posswap", None)
+    without_record: PreTrainedModel | None = None
+    for saver in savers:
+        if saver is None:
+            continue
+        carrier = _carrier_in(saver, submodel)
+        record = getattr(saver.config, "posswap", None)
+        if carrier is None or record != getattr(carrier.config, "posswap", None):
+            without_record = saver
+    return without_record
 
 
 def _carrier_in(whole: nn.Module, submodel: nn.Module) -> PreTrainedModel | None:
@@ -109,7 +110,8 @@ def _saved_by(frame: FrameType, submodel: nn.Module) -> PreTrainedModel | None:
         return None
     saver = self_of(frame)
     if name == "save_model":
-        if not isinstance(saver, _trainers()):
+        trainers = sys.modules.get("transformers.trainer")
+        if trainers is None or not isinstance(saver, trainers.Trainer):
             return None
         # it gathers sharded weights before it saves them
         saver = None if saver.model is None else _unwrapped(saver.model)
@@ -118,12 +120,6 @@ def _saved_by(frame: FrameType, submodel: nn.Module) -> PreTrainedModel | None:
     if not isinstance(saver, PreTrainedModel) or saver is submodel:
         return None
     return saver if any(module is submodel for module in saver.modules()) else None
-
-
-def _trainers() -> tuple[type[Trainer], ...]:
-    """Return transformers' Trainer if it is imported."""
-    module = sys.modules.get("transformers.trainer")
-    return () if module is None else (module.Trainer,)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -34,8 +34,10 @@ def adaptation_of(context: SwapContext) -> str:
     """Describe the training that the weights of a stack need under the scheme of `context`."""
     scheme, stack, length = context.scheme, context.stack, context.length
     geometry, native_kind = stack.geometry, "rotary" if stack.rotary else "table"
-    if (combined := _of_combined(context)) is not None:
-        return combined
+    if isinstance(scheme, Blend):
+        return "as the weight moves: none at 0, where it is the old mechanism"
+    if _keeps(context):
+        return _ADDED
     if stack.inside is not None:
         native = native_scheme(stack.inside, geometry)
         native_kind, alone = native.kind, stack.table is None and len(rows_of(context)) < 2
@@ -54,13 +56,6 @@ def adaptation_of(context: SwapContext) -> str:
     if type(scheme) is Rope and scheme.base == geometry.base and length <= geometry.original_length:
         return "none within the original window: the same mechanism"
     return _OPTIONAL
-
-
-def _of_combined(context: SwapContext) -> str | None:
-    """Describe the training for a scheme beside which the weights can go on using what they know; None: it is none."""
-    if isinstance(context.scheme, Blend):
-        return "as the weight moves: none at 0, where it is the old mechanism"
-    return _ADDED if _keeps(context) else None
 
 
 def _keeps(context: SwapContext) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 LARGEST_COPY = 2**28
 """Parameters of the largest model that is copied to float64: 2 GiB. What is larger is trained, and no weak model."""
+_JITTER = 1e-5
+"""Relative change of embeddings, as large as the roundings by which the angles of far positions differ."""
+_DRAWS = 8
 Expected = Literal["same", "different"]
 
 
@@ -35,10 +39,20 @@ class Noise:
         least: no further than this where the arithmetic stays the same but for the order of sums: what moves them
             further has an effect.
         most: no further than this where the same numbers are made in other ways, as cos and sin of other positions.
+        jitter: measures how far roundings of the embeddings move them, which takes several forwards.
     """
 
     least: float
     most: float
+    jitter: Callable[[], float] = float
+
+    def explains(self, moved: float, times: float = 1) -> bool:
+        """Return whether logits that moved by `moved`, or by `times` as much as is usual, may stand for the same.
+
+        Quantized layers compute in a coarser dtype than the model's, or round what comes in to integers: there the
+        smallest change upstream moves the logits by a step of those.
+        """
+        return moved <= times * self.most or moved <= times * self.jitter()
 
 
 def noise_of(model: PreTrainedModel, largest: float, again: float, precision: torch.dtype) -> Noise:
@@ -58,6 +72,19 @@ def noise_of(model: PreTrainedModel, largest: float, again: float, precision: to
     if model.dtype == precision:
         return Noise(max(min(32 * eps * largest, most), 4 * again), most)
     return Noise(max((1e4 * eps if _is_fine(model) else 2 * torch.finfo(torch.float32).eps) * largest, 4 * again), most)
+
+
+def jitter_of(model: PreTrainedModel, probe: Probe) -> float:
+    """Return how far the outputs of `probe` move when the embeddings are changed by a few roundings of float32."""
+    generator, outputs = torch.Generator().manual_seed(0), probe.run(model)
+
+    def change(module: nn.Module, args: object, out: object) -> object:
+        if not isinstance(out, Tensor):
+            return out
+        return out * (1 + _JITTER * torch.randn(out.shape, generator=generator)).to(out)
+
+    with model.get_input_embeddings().register_forward_hook(change):
+        return max(gap(probe.run(model), outputs) for _ in range(_DRAWS))
 
 
 def finer(model: PreTrainedModel) -> PreTrainedModel | None:

@@ -199,7 +199,7 @@ def _shift(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: Noi
     why = next((MOVED_BY_SHIFT[name] for name in types if name in MOVED_BY_SHIFT), None)
     if why is not None:
         return f"by {by}, the logits move by {moved:.3g}, as they did: {why}"
-    if whole and all(scheme.traits.relative for scheme in schemes) and moved > 10 * noise.most:
+    if whole and all(scheme.traits.relative for scheme in schemes) and not noise.explains(moved, 10):
         raise SwapVerificationError(f"{plan.named}: shifting all positions by {by} moves the logits by {moved:.3g}.")
     if any(scheme.table_part is not None for scheme in schemes) and moved == 0:
         raise NoEffectSeen(f"{plan.named}: the logits do not depend on the position ids.")
@@ -214,7 +214,7 @@ def _spread(model: PreTrainedModel, plan: SwapPlan, probe: TokenProbe, noise: No
         return "not run: the original length leaves no room"
     blind = _blind(plan.scheme, plan.sites.main.geometry)
     moved = gap(probe.at(model, probe.far), probe.at(model, probe.near))
-    if blind is not None and not blind.acts_inside and moved > noise.most:
+    if blind is not None and not blind.acts_inside and not noise.explains(moved):
         raise SwapVerificationError(f"{plan.scheme}: spreading the positions moves the logits by {moved:.3g}.")
     result = f"the logits move by {moved:.3g}"
     if moved > noise.least or blind is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from hf_posswap.patching.apply.patch_model import unpatch_model
 from hf_posswap.patching.edits.restore import weight_maps
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.verify.patch_probe import patch_probe
-from hf_posswap.patching.verify.probe import Expected, NoEffectSeen, Noise, Probe, finer, gap, noise_of
+from hf_posswap.patching.verify.probe import Expected, NoEffectSeen, Noise, Probe, finer, gap, jitter_of, noise_of
 from hf_posswap.patching.verify.token_probe import token_probe
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.printable import in_lines
@@ -122,6 +123,7 @@ def _checked(twin: PreTrainedModel, tokens: int, seed: int, precision: torch.dty
         raise SwapVerificationError(f"the swapped model gives {probe.outputs} that are not finite.")
     largest = float(out.abs().max())
     noise = noise_of(twin, largest, probe.again(twin), precision)
+    noise = replace(noise, jitter=partial(jitter_of, twin, probe))
     moved = probe.moved(twin, noise)
     expected = probe.expected(twin) if swap.can_undo else None  # before the swap is taken back
     here = probe.comparable(twin)
@@ -135,7 +137,11 @@ def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
 
     A forward that another library put on a module, as TRL does, runs the copy; accelerate's autocast is left out.
     """
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    held = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor)]
+    derived = [tensor for tensor in held if not tensor.is_leaf]  # as the biases of HQQ, which no copy takes
+    states = [vars(module).get("state") for module in model.modules()]
+    packed = [state for state in states if hasattr(state, "CB")]  # bitsandbytes moves 8-bit weights there as they run
+    memo: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers(), *derived, *packed)}
     copied = copy.deepcopy(model, memo := memo | weight_maps(model))
     for module in copied.modules():
         take_out_of_autocast(module)
@@ -150,7 +156,7 @@ def _difference(
     if native is None:
         return "not compared: the model was loaded swapped"
     moved, outputs = gap(here, native), probe.outputs
-    if expected == "same" and moved > noise.most:
+    if expected == "same" and not noise.explains(moved):
         raise SwapVerificationError(
             f"{named} is the mechanism that the model had, but its {outputs} moved by {moved:.3g}."
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import without_origin
 from hf_posswap.errors import CheckpointError, PosswapError, TrainingWarning
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -68,6 +69,7 @@ def base_identity(model: PreTrainedModel) -> dict[str, object]:
         model: as loaded, before the swap; adapters around it count.
     """
     config = json.loads(unwrap(model).config.to_json_string())
+    unpack_4_bit_weights(model)
     return {"config of the base": without_origin(config), "weights of the base": weights_digest(model)}
 
 

@@ -257,6 +257,7 @@ def load_model(recipe: Recipe) -> PreTrainedModel:
     Raises:
         CheckpointError: it cannot be read.
         RemoteCodeError: it needs remote code, which the recipe does not allow.
+        ConfigError: it is quantized, and the recipe trains no adapter.
     """
     settings = recipe.model
     options: dict[str, Any] = {"dtype": "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)}
@@ -265,7 +266,13 @@ def load_model(recipe: Recipe) -> PreTrainedModel:
     options |= {TRUST: settings.trust_remote_code} | (
         {} if recipe.model.revision is None else {"revision": recipe.model.revision}
     )
-    return load(settings.source, **options)
+    model = load(settings.source, **options)
+    if getattr(unwrap(model), "hf_quantizer", None) is not None and recipe.peft is None and unwrap(model) is model:
+        raise ConfigError(
+            f"model.name: {settings.name} is quantized, and such weights cannot be trained: set peft.r=16, for "
+            "an adapter, or name the model before it was quantized."
+        )
+    return model
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -31,7 +31,7 @@ from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.progress import quiet_transformers
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.threads import keep_log_level
-from hf_posswap.utils.user_paths import expand_home
+from hf_posswap.utils.user_paths import real_path
 
 
 def resume_note(recipe: Recipe) -> str:
@@ -40,7 +40,7 @@ def resume_note(recipe: Recipe) -> str:
     Args:
         recipe: of the training, which was interrupted.
     """
-    folder, phases = expand_home(recipe.out).resolve(), phases_of(recipe)
+    folder, phases = real_path(recipe.out), phases_of(recipe)
     finished = [phase.name for phase in phases if (folder / phase.name / DONE).is_file()]
     if len(finished) == len(phases):
         return f"Interrupted after the training: the model is saved in {folder}. The same command measures it."
@@ -128,7 +128,7 @@ def _run_recipe(recipe: Recipe, services: Services) -> Finished:
     refuse_deepspeed(recipe)
     launch = launch_of(recipe)
     phases = phases_of(recipe)
-    folder = expand_home(recipe.out).resolve()
+    folder = real_path(recipe.out)
     for phase in phases:  # before anything loads; the resolved scheme is checked again once the model is loaded
         refuse_silent_errors(phase.recipe, chosen_scheme(phase.recipe), launch)
         refuse_on_cpu(phase.recipe, launch)

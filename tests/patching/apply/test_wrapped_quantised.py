@@ -18,7 +18,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_posswap
 from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
+from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.errors import CheckpointError, UnsupportedSwapError
+from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.engine.checkpoints import base_identity
+from hf_posswap.training.trainer_proof import base_digest
 from tests.contract.models import build
 from tests.contract.pairs import CHANGE, NOISE, gap, logits, words
 
@@ -77,11 +81,8 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
     "bitsandbytes, 8 bits": loaded_in_8_bits,
     "bitsandbytes, 4 bits": loaded_in_4_bits,
 }
-SAVED = ("torchao, loaded", "bitsandbytes, 8 bits")
-"""Ways of which a config tells transformers, which saves and loads such models; it refuses the others, natively too.
-
-Not so 4 bits on a CPU: save_pretrained after a forward changes the weights of the native model that it saves.
-"""
+SAVED = ("torchao, loaded", "bitsandbytes, 8 bits", "bitsandbytes, 4 bits")
+"""Ways of which a config tells transformers, which saves and loads such models; it refuses the others, natively too."""
 
 
 def dequantised(name: str, model: Any) -> Any:
@@ -178,9 +179,96 @@ def test_a_quantised_table_is_not_written_but_taken_away() -> None:
     assert gap(logits(model, IDS), before) == 0
 
 
-def test_weights_that_no_file_can_hold_are_refused_by_save(tmp_path: Path) -> None:
-    model = by_torchao(build("llama"), tmp_path)
+def int8_by_hand(model: Any, folder: Path) -> Any:
+    """Replace a weight as HQQ and quanto do, without a config that tells transformers."""
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    layer.weight_int8 = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("way", [by_torchao, int8_by_hand])
+def test_weights_that_no_load_would_take_are_refused_by_save(way: Callable[..., Any], tmp_path: Path) -> None:
+    model = way(build("llama"), tmp_path)
     swap(model, "alibi")
-    with pytest.raises(CheckpointError, match=r"cannot hold \d+ weights .*of class Int8Tensor\. Load .*TorchAoConfig"):
+    says = r"cannot hold \d+ quantized weights of .*, of class \w+: nothing would load them\. Save .*before it is quant"
+    with pytest.raises(CheckpointError, match=says):
         hf_posswap.save(model, tmp_path / "saved")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", SAVED)
+@pytest.mark.parametrize("scheme", ["yarn", "alibi"])
+def test_a_checkpoint_that_is_quantised_is_swapped_and_saved(way: str, scheme: str, tmp_path: Path) -> None:
+    WAYS[way](build("llama", **WIDE["llama"]), tmp_path / "native").save_pretrained(tmp_path / "quantised")
+    model = hf_posswap.load(tmp_path / "quantised", device_map="cpu").eval()
+    swap(model, scheme)
+    verify_swap(model)
+    expected = logits(model, IDS)
+    hf_posswap.save(model, tmp_path / "swapped")
+    assert gap(logits(model, IDS), expected) == 0
+    again = hf_posswap.load(tmp_path / "swapped", device_map="cpu").eval()
+    assert gap(logits(again, IDS), expected) == 0
+    hf_posswap.save(again, tmp_path / "again")
+    assert gap(logits(hf_posswap.load(tmp_path / "again", device_map="cpu"), IDS), expected) == 0
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("llama", "yarn"), ("opt", "rope")])
+def test_layers_that_quantise_what_comes_in_verify(name: str, scheme: str) -> None:
+    needs("torchao")
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = build(name)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    swap(model, scheme)
+    verify_swap(model)
+
+
+def test_a_model_that_holds_tensors_with_a_history_verifies() -> None:
+    model = build("llama")
+    swap(model, "alibi")
+    model.model.layers[0].kept = model.lm_head.weight.sum(0)  # as HQQ keeps the biases of its layers
+    verify_swap(model)
+
+
+@pytest.mark.parametrize("way", SAVED)
+def test_digests_are_those_of_all_weights_and_leave_them_alone(way: str, tmp_path: Path) -> None:
+    model, other = (WAYS[way](build("llama", seed, **WIDE["llama"]), tmp_path / str(seed)) for seed in (0, 1))
+    expected = logits(model, IDS)  # a forward on a CPU may pack weights of 4 bits
+    for digest in (fingerprint, base_identity, base_digest):
+        before = digest(model)
+        assert gap(logits(model, IDS), expected) == 0
+        assert digest(model) == before != digest(other)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "yarn"])
+def test_a_quantised_model_is_measured(scheme: str, tmp_path: Path) -> None:
+    model = loaded_by_torchao(build("llama", vocab_size=257, **WIDE["llama"]), tmp_path)
+    how: dict[str, Any] = {"lengths": [16], "metrics": "ppl_prefix", "text": ["some words " * 20] * 5}
+    found = hf_posswap.evaluate(model, scheme, tokenizer=byte_tokenizer(), **how).results
+    assert len(found["models"]) == 2
+
+
+def test_rows_of_quantised_weights_are_not_moved(tmp_path: Path) -> None:
+    model = loaded_by_torchao(build("opt", **WIDE["opt"]), tmp_path / "opt")
+    swap(model, "rope")
+    with pytest.raises(
+        UnsupportedSwapError, match="OPTForCausalLM is quantized, .* convert the swapped model before it"
+    ):
+        hf_posswap.to_native(model)
+    loaded_by_torchao(build("llama", **WIDE["llama"]), tmp_path / "llama").save_pretrained(tmp_path / "quantised")
+    with pytest.raises(UnsupportedSwapError, match="LlamaForCausalLM is quantized, .*before it was quantized; --dtype"):
+        hf_posswap.export(tmp_path / "quantised", "llamacpp", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("way", SAVED)
+@pytest.mark.parametrize("first", [verify_swap, base_digest])
+def test_a_model_that_has_not_run_yet_is_left_as_it_is(first: Callable[[Any], Any], way: str, tmp_path: Path) -> None:
+    models = [WAYS[way](build("llama", **WIDE["llama"]), tmp_path / name) for name in ("one", "other")]
+    for model in models:
+        swap(model, "alibi")
+    first(models[0])
+    assert gap(logits(models[0], IDS), logits(models[1], IDS)) == 0
+    first(models[0])
+    hf_posswap.save(models[0], tmp_path / "saved")
+    loaded = hf_posswap.load(tmp_path / "saved", device_map="cpu")
+    assert gap(logits(loaded, IDS), logits(models[1], IDS)) == 0

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import LayerNorm
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import SwapVerificationError
@@ -95,6 +97,24 @@ def test_what_half_precision_hides_is_found_in_a_finer_copy() -> None:
     strong = encoder(0.2, 0)
     patch_model(strong, "rope")
     assert "float64" not in verify_swap(strong).checks["finite"]
+
+
+def coarse(module: Any, args: Any, out: Any) -> Any:
+    """Round as a quantized layer does that computes in bfloat16."""
+    return out.bfloat16().float()
+
+
+@pytest.mark.parametrize("seed", [0, 10])
+def test_layers_that_round_are_no_lack_of_a_relative_scheme(seed: int) -> None:
+    model = decoder(0.6, seed)
+    for module in model.modules():
+        if isinstance(module, LayerNorm | Conv1D):
+            module.register_forward_hook(coarse)
+    patch_model(model, "rope")
+    verify_swap(model, seed=seed)
+    model.transformer.posswap.rotate_key = unchanged
+    with pytest.raises(SwapVerificationError, match="shifting all positions by 52 moves the logits"):
+        verify_swap(model, seed=seed)
 
 
 def test_no_copy_is_made_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

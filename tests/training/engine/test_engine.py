@@ -23,9 +23,10 @@ from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
+from hf_posswap.training.engine import preparing
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
-from hf_posswap.training.engine.preparing import prepare
+from hf_posswap.training.engine.preparing import load_model, prepare
 from hf_posswap.training.engine.services import Services
 from hf_posswap.utils.progress import Reporter
 from tests.training.engine_runs import assert_same_weights, recipe, trained, weights_of, write_model
@@ -198,6 +199,17 @@ def test_a_control_is_trained_without_a_swap(tmp_path: Path) -> None:
     done = trained(tmp_path, "swap.scheme=null", "swap.max_length=null")
     assert done.report["phases"][0]["plan"] is None
     assert not hasattr(hf_posswap.load(done.model).config, "posswap")
+
+
+def test_on_a_quantized_model_an_adapter_alone_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = recipe(tmp_path, "swap.scheme=null", "swap.max_length=null")
+    model = load_model(wanted)
+    model.hf_quantizer = object()  # type: ignore[assignment]
+    monkeypatch.setattr(preparing, "load", lambda *_, **__: model)
+    with pytest.raises(ConfigError, match=r"model.name: .* is quantized, .*set peft.r=16, for an adapter"):
+        load_model(wanted)
+    adapted = recipe(tmp_path, "swap.scheme=null", "swap.max_length=null", "peft.peft_type=LORA", "peft.r=2")
+    assert load_model(adapted) is model
 
 
 @pytest.mark.slow

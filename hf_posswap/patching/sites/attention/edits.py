@@ -88,7 +88,10 @@ class PositionHook:
         if standing.keys != "raw" and standing.slot is not None and standing.cache is not None:
             if standing.view is None:
                 standing.view = cache_view(standing.cache, call.written)
-            args, kwargs = _with(args, kwargs, standing.slot, standing.view)
+            if isinstance(standing.slot, str):
+                kwargs[standing.slot] = standing.view
+            else:
+                args = (*args[: standing.slot], standing.view, *args[standing.slot + 1 :])
         return args, kwargs
 
     def _standing(
@@ -162,13 +165,6 @@ def cache_of_call(
         return find_cache(args, kwargs)
     except TypeError as error:
         raise UnsupportedSwapError(f"{type(module).__name__}: {error}") from error
-
-
-def _with(args: tuple[object, ...], kwargs: Mapping[str, object], slot: int | str, value: object) -> tuple[Any, Any]:
-    """Return arguments of a call with another one at `slot`."""
-    if isinstance(slot, str):
-        return args, {**kwargs, slot: value}
-    return (*args[:slot], value, *args[slot + 1 :]), kwargs
 
 
 class StartHook:
