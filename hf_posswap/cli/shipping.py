@@ -219,11 +219,13 @@ def to_native(
     folder = checked_target(out, source, overwrite)
     with quiet_library():
         import hf_posswap
+        from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
         from hf_posswap.checkpoints.native import check_target, convert
         from hf_posswap.patching.inspect.describe import read_config
 
         check_target(target)
-        read_config(source, trust_remote_code=trust_remote_code)  # without one, no tokenizer is the smaller problem
+        if not (Path(source) / ADAPTER_CONFIG).is_file():
+            read_config(source, trust_remote_code=trust_remote_code)  # without one, no tokenizer is the smaller problem
         loaded_tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code) if tokenizer else None
         loaded = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
         conversion = convert(loaded, target)
