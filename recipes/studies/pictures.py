@@ -87,12 +87,15 @@ def draw_beyond(result: dict[str, Any], path: Path) -> None:
     for number, (name, parts) in enumerate(means.items()):
         middles = (np.arange(parts.shape[1]) + 0.5) * width * block / 1024
         colour = canvas.COLOURS[number % len(canvas.COLOURS)]
+        marker, line = ("o", "-") if number < len(canvas.COLOURS) else ("s", "--")
         ends = np.array(
             [ratio_interval(part, np.ones(len(part))) or (part.mean(),) * 2 for part in parts.T]
         )  # [parts, 2]
         hidden = ", above the picture" if parts.mean(axis=0).min() > top else ""
         ax.fill_between(middles, ends[:, 0], ends[:, 1], color=colour, alpha=0.2, linewidth=0)
-        ax.plot(middles, parts.mean(axis=0), marker="o", markersize=3, color=colour, label=name + hidden)
+        ax.plot(
+            middles, parts.mean(axis=0), marker=marker, linestyle=line, markersize=3, color=colour, label=name + hidden
+        )
     bottom = min((float(part.min()) for part in near), default=0.0)
     ax.set_ylim(min(1.4 * bottom, -0.25 * top), top)
     ax.axhline(0, color=_CONTROL, linewidth=1)
