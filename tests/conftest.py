@@ -178,7 +178,7 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
         raise pytest.UsageError(f"{QUARTER} expects 0, 1, 2, 3 or all, got {quarter!r}.")
     part, parts = (0, 8) if quarter is None else (int(quarter), 4)
     left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
-    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_parted(item.path)]
+    daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_divided(item.path)]
     counts = collections.Counter(item.nodeid.partition("[")[0] for item in daily)
     for item in daily:
         its_part = zlib.crc32(item.nodeid.encode()) // 2**16 % parts  # shares go by the remainder of the same hash
@@ -187,7 +187,7 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
             item.add_marker(pytest.mark.rotated)
 
 
-def _is_parted(path: Path) -> bool:
+def _is_divided(path: Path) -> bool:
     tests = Path(__file__).parent
     return path.is_relative_to(tests) and path.parent != tests and path.relative_to(tests).parts[0] not in WHOLE
 

@@ -136,7 +136,7 @@ def _refuse_changed_config(model: PreTrainedModel) -> None:
 
 def _refuse_quantized(model: PreTrainedModel) -> None:
     """Refuse quantized weights that no file holds, or that nothing loads from one: transformers has to know of them."""
-    quantizer = getattr(model, "hf_quantizer", None)
+    quantizer = getattr(unwrap(model), "hf_quantizer", None)
     if getattr(model, "peft_config", None) is not None or (quantizer is not None and quantizer.is_serializable()):
         return
     weights = {

@@ -136,7 +136,7 @@ def parse_candidates(models: list[str], max_length: int | None, baseline: str | 
     Args:
         models: "MODEL", "MODEL+SCHEME", "MODEL+SCHEME:FIELD=VALUE,...", or "+SCHEME..." of the first model, each with
             "NAME=" before it or without.
-        max_length: tokens that the schemes should support; None: the longest measured length.
+        max_length: tokens that the schemes should support; None: as in `Candidate`.
         baseline: name of the baseline, to be checked; None: the default baseline.
 
     Raises:

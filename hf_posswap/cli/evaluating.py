@@ -35,7 +35,8 @@ MaxLength = Annotated[
     typer.Option(
         "--max-length",
         metavar="N",
-        help="Tokens that the new scheme should support. Default: the longest measured length.",
+        help="Tokens that the new scheme should support. Default: the longest measured length if it is beyond the "
+        "window, else what the scheme's factor says.",
         show_default=False,
     ),
 ]

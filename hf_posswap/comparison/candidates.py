@@ -49,7 +49,8 @@ class Candidate:
         source: a transformers model, a folder, or a Hub id. A model object is never changed.
         scheme: the scheme to put in without training, as in `patch_model`; None: no swap.
         options: fields of a scheme given by name.
-        max_length: tokens that the swap should support; None: the longest measured length.
+        max_length: tokens that the swap should support; None: the longest measured length, within the window as in
+            `patch_model`.
         name: the label in results; None: derived from source and scheme, see `hf_posswap.comparison.names`.
 
     Example:

@@ -160,10 +160,10 @@ _READS_WHOLE = {"ppl_prefix", "nll_pos", "ctx_gain", "longppl"}
 """Metrics for which whole documents are read."""
 
 
-def keep_beginnings(works: Sequence[Work], reference: Work) -> None:
-    """Have each model keep the last states of its documents' beginnings, which `measure_short` compares.
+def keep_prefixes(works: Sequence[Work], reference: Work) -> None:
+    """Have each model keep the last states of its documents' prefixes, whose logits `measure_short` compares.
 
-    They come with the forwards for other metrics, so that no text is read for them.
+    They come with the forwards for other metrics, so that no text is read for them alone.
     """
     length = min(reference.window, max(reference.lengths))
     for work in works:
@@ -173,7 +173,7 @@ def keep_beginnings(works: Sequence[Work], reference: Work) -> None:
             continue
         longest, width = max(work.lengths), ConfigSizes.of(work.subject.model.config).hidden
         size = len(work.documents.tokens) * length * width * work.subject.model.dtype.itemsize
-        if scorer.keeps_states and length <= longest and size <= _KEPT_BYTES:
+        if scorer.can_keep_states and length <= longest and size <= _KEPT_BYTES:
             scorer.prefixes = PrefixStates(work.documents.tokens[:, :longest], length, longest)
 
 
@@ -206,13 +206,13 @@ def measure_short(work: Work) -> dict[str, object] | None:
 
 
 def _is_kept(work: Work, subject: Subject, document: np.ndarray, digest: str, read: int) -> bool:
-    """Return whether the states of a document's beginning are there, or will be when the plan comes to this metric."""
+    """Return whether the states of a document's prefix are kept, or will be when this metric is measured."""
     prefixes = subject.scorer.prefixes
     if prefixes is None or prefixes.reads != read:
         return False
     losses = {"model": subject.identity, "protocol": {"metric": "losses"}, "unit": {"document": digest, "length": read}}
     will_be = work.planned is not None and not work.store.holds(losses)
-    return will_be or prefixes.name(document) in prefixes.states
+    return will_be or prefixes.key(document) in prefixes.states
 
 
 def measure_offsets(work: Work) -> list[dict[str, object]]:

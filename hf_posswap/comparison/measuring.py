@@ -19,7 +19,7 @@ import torch
 
 from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, make_subject
 from hf_posswap.comparison.documents import read_documents
-from hf_posswap.comparison.measures import MEASURES, keep_beginnings, why_no_needles
+from hf_posswap.comparison.measures import MEASURES, keep_prefixes, why_no_needles
 from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.results import collect_results
 from hf_posswap.comparison.settings import EvalSettings
@@ -277,7 +277,7 @@ def measure_all(works: Sequence[Work], lengths: Sequence[int], reference: str, c
         NumericError, PositionRangeError, CheckpointError: as the measures.
     """
     reference_work = next(work for work in works if work.subject.name == reference)
-    keep_beginnings(works, reference_work)
+    keep_prefixes(works, reference_work)
     with _progress(works, reference_work):
         if why := why_no_needles(reference_work):
             _say(reference_work, f"passkey is not measured: {why}")

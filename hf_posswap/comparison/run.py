@@ -118,7 +118,8 @@ def evaluate(
         seed: seed of needles, bootstraps and permutations; None: 0. For a seed of the scheme, write it in its name:
             "kerple:seed=1".
         settings: further settings; those given by name replace them. None: the defaults of `EvalSettings`.
-        max_length: tokens that `scheme` should support; None: the longest measured length.
+        max_length: tokens that `scheme` should support; None: the longest measured length, within the window as in
+            `patch_model`.
         tokenizer: the model's tokenizer; None: that of the folder or Hub id, from which a model object was loaded too.
         column: the text column, if the text has rows.
         device: device of a loaded model, "auto", "cpu", "cuda:1", ...; None: the CPU. A model object stays where it is.

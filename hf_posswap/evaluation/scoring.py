@@ -110,13 +110,13 @@ def reach_of(model: PreTrainedModel) -> Reach:
 
 @dataclass
 class PrefixStates:
-    """The last hidden states of the beginnings of texts, kept while a scorer reads these texts for another measure.
+    """The last hidden states of the prefixes of texts, kept while a scorer reads these texts for another measure.
 
     Attributes:
-        texts: token ids [N, at least `reads`].
-        length: tokens of a beginning.
-        reads: tokens of the forward that gives them; at least `length`.
-        states: [length - 1, E] in the host's memory, by the ids of the beginning.
+        texts: token ids [N, `reads`].
+        length: tokens of a prefix.
+        reads: tokens of the forward that gives its states; at least `length`.
+        states: [length - 1, E] in the host's memory, by the key of the prefix.
     """
 
     texts: np.ndarray
@@ -125,18 +125,18 @@ class PrefixStates:
     states: dict[bytes, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._names = {self.name(text) for text in self.texts}
+        self.keys = {self.key(text) for text in self.texts}
 
-    def name(self, text: np.ndarray | Tensor) -> bytes:
-        """Return what the beginning of `text` [L] is found by."""
+    def key(self, text: np.ndarray | Tensor) -> bytes:
+        """Return the ids of the prefix of `text` [L], as bytes."""
         return np.asarray(text[: self.length], np.int64).tobytes()
 
-    def wants(self, ids: Tensor) -> bool:
-        """Return whether `ids` [B, L] are the one text whose beginning is to be kept, and is not kept yet."""
-        if ids.shape[0] != 1 or ids.shape[1] != self.reads:
+    def wants(self, ids: Tensor, start: int) -> bool:
+        """Return whether `ids` [B, L], which begin at position `start`, are a text whose states are not kept yet."""
+        if start or ids.shape != (1, self.reads):
             return False
-        name = self.name(ids[0].cpu())
-        return name in self._names and name not in self.states
+        key = self.key(ids[0].cpu())
+        return key in self.keys and key not in self.states
 
 
 class Scorer:
@@ -184,8 +184,8 @@ class Scorer:
         # if the total length matters, the forward also reads the last token, as for model.loss
         self.reads_last = not reach.prefix_consistent
         self.chunked = self._head_is_known()
-        # so are the states of a text's beginning those of the beginning alone, and the head gives its logits
-        self.keeps_states = self.chunked and not self.reads_last
+        # states of a prefix are then those that it has alone, and the head makes its logits of them
+        self.can_keep_states = self.chunked and not self.reads_last
         self.prefixes: PrefixStates | None = None
         if prefill is not None and (apart := apart_in_chunks(model, prefill)) is not None:
             raise DataError(
@@ -263,49 +263,47 @@ class Scorer:
                 f"{type(self.model).__name__} ends at {self.limit} tokens, and this text reaches {end}: give a shorter "
                 "text, or swap its positions for some without a limit."
             )
-        kept: list[Tensor] = []
-        keeps = None if self.prefixes is None or start or not self.keeps_states else self.prefixes
-        keeps = keeps if keeps is not None and keeps.wants(ids) else None
+        prefixes = self.prefixes if self.prefixes is not None and self.prefixes.wants(ids, start) else None
+        missing, kept = 0 if prefixes is None else prefixes.length - 1, list[Tensor]()
         for states, head in self._states(ids if reads_last else ids[:, :-1], start):
-            if keeps is not None:
-                kept.append(states[0].to("cpu", copy=True))
+            if missing:
+                kept.append(states[0, :missing].to("cpu", copy=True))
+                missing -= len(kept[-1])
             needed = states[:, max(0, skip) : skip + count]
             skip -= states.shape[1]
             for i in range(0, needed.shape[1], step):
                 yield head(needed[:, i : i + step])
-        if keeps is not None:
-            keeps.states[keeps.name(ids[0].cpu())] = torch.cat(kept)[: keeps.length - 1].clone()
+        if prefixes is not None:
+            prefixes.states[prefixes.key(ids[0].cpu())] = torch.cat(kept)
 
-    def first_logits(self, text: np.ndarray, length: int) -> Iterator[Tensor]:
+    @torch.inference_mode()
+    def prefix_logits(self, text: np.ndarray, length: int) -> Iterator[Tensor]:
         """Yield the logits that predict the first `length` tokens of a text but the first, in chunks [1, K, V].
+
+        Chunks are alike for all models, whatever the tokens of their forwards.
 
         Args:
             text: token ids [L], L at least `length`.
-            length: tokens of its beginning; where `prefixes` are for this length, they are read with the text, once.
+            length: tokens of the prefix. Where `prefixes` are of this length and this text, its states are those of
+                the forward of the whole text, which is read if it was not yet.
 
         Raises:
             PositionRangeError: as `nll`.
         """
-        if self.prefixes is not None and self.keeps_states and self.prefixes.length == length:
-            yield from self._kept_logits(self.prefixes, text)
+        prefixes = self.prefixes
+        if prefixes is not None and prefixes.length == length and (key := prefixes.key(text)) in prefixes.keys:
+            if key not in prefixes.states:
+                for _ in self.logits(torch.from_numpy(text[None, : prefixes.reads].astype(np.int64)), 1):
+                    pass
+            for states in prefixes.states[key].split(self.chunk):
+                yield self._head(states[None].to(self.model.device))
             return
-        held: list[Tensor] = []  # a chunk of the head ends where one of the forward ends
+        rest: list[Tensor] = []  # a chunk of the head ends where one of the forward ends
         for logits in self.logits(torch.from_numpy(text[None, :length].astype(np.int64)), length - 1):
-            whole = torch.cat([*held, logits], dim=1)
-            *chunks, rest = whole.split(self.chunk, dim=1)
-            held = [rest]
+            *chunks, last = torch.cat([*rest, logits], dim=1).split(self.chunk, dim=1)
+            rest = [last]
             yield from chunks
-        yield from held
-
-    @torch.inference_mode()
-    def _kept_logits(self, prefixes: PrefixStates, text: np.ndarray) -> Iterator[Tensor]:
-        """Yield the logits of the beginning of `text` [L], which is read if it was not yet."""
-        name = prefixes.name(text)
-        if name not in prefixes.states:
-            for _ in self.logits(torch.from_numpy(text[None, : prefixes.reads].astype(np.int64)), 1):
-                pass
-        for states in prefixes.states[name].split(self.chunk):
-            yield self._head(states[None].to(self.model.device))
+        yield from rest
 
     def _states(self, ids: Tensor, start: int) -> Iterator[tuple[Tensor, Head]]:
         """Yield the output of each forward, states [B, K, E] or logits [B, K, V], and its conversion to logits."""

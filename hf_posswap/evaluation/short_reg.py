@@ -80,7 +80,7 @@ def compare_short(base: Scorer, swapped: Scorer, document: np.ndarray, *, length
     done = 0
     before = after = divergence = 0.0
     agreed = 0
-    for old, new in zip(base.first_logits(document, length), swapped.first_logits(document, length), strict=True):
+    for old, new in zip(base.prefix_logits(document, length), swapped.prefix_logits(document, length), strict=True):
         if old.shape != new.shape:
             raise DataError(f"the models have different vocabularies: {old.shape[-1]} and {new.shape[-1]} tokens.")
         targets = ids[:, 1 + done : 1 + done + old.shape[1]].to(old.device)

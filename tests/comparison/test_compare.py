@@ -174,8 +174,13 @@ def test_what_another_metric_has_read_is_not_read_again() -> None:
     assert sum(load.tokens for load in loads.values()) == sum(expected) + len(expected) + 2 * WINDOW
 
 
-@pytest.mark.parametrize("scheme", ["yarn:factor=2", "self_extend", "dynamic:factor=2"])
-def test_what_is_read_once_for_several_metrics_says_what_each_alone_says(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "most"), [("yarn:factor=2", 2 << 30), ("yarn:factor=2", 0), ("self_extend", 2 << 30), ("dynamic", 0)]
+)
+def test_what_is_read_once_for_several_metrics_says_what_each_alone_says(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, most: int
+) -> None:
+    monkeypatch.setattr(measures, "_KEPT_BYTES", most)
     model, _ = watched_llama()
     results = compare(
         [Candidate(model, name="base"), Candidate(model, scheme, name="new")],
