@@ -23,7 +23,6 @@ from hf_posswap.kernels.merge import mergeable
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALLS
 from hf_posswap.patching.sites.attention.split_attention import BLOCK
-from hf_posswap.schemes.learned_bias import FireMechanism
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.result_views import ResultView
@@ -37,7 +36,7 @@ _CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
 _PREFILL_BYTES = GIB
 _HEAD_COPIES = 3  # logits, their float32 copy, and cross-entropy's buffer
 _SCORE_COPIES = 3  # scores or bias, mask added, softmax
-_MLP_COPIES = 2  # FIRE's hidden layer, and its relu
+_MLP_COPIES = 2  # a hidden layer, and its relu
 _LINES = 4  # a bias by distance: of both signs, and a copy
 _TURN_COPIES = 2  # rotated queries or keys, and the rotation's temporary buffer
 
@@ -104,7 +103,9 @@ def _scores(model: PreTrainedModel, heads: int, rows: int, length: int, kernels:
     planes = _SCORE_COPIES if rows < length else 0  # the mask with a cache
     pairs_at_once = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
     biases = [
-        (_bias_planes(m, heads), at_once) for m, at_once in zip(mechanisms, pairs_at_once, strict=True) if m.biases
+        (_bias_planes(m, model, heads), at_once)
+        for m, at_once in zip(mechanisms, pairs_at_once, strict=True)
+        if m.biases
     ]
     eager = rows * length if attention_implementation(model.config) == "eager" else 0
     unsplit = max(_SCORE_COPIES * heads * eager, *(planes * at_once for planes, at_once in biases), 0)
@@ -140,14 +141,12 @@ def _merges(mechanism: Mechanism, model: PreTrainedModel, pairs: int) -> bool:
     return all(region.size == 1 or pairs <= (MOST_CALLS * region.size) ** 2 for region in mechanism.regions)
 
 
-def _bias_planes(mechanism: Mechanism, heads: int) -> int:
+def _bias_planes(mechanism: Mechanism, model: PreTrainedModel, heads: int) -> int:
     """Return the elements per query-key pair while the bias of `mechanism` is computed and added.
 
-    On a CPU, FIRE's hidden layer is computed for so few pairs at once that it is negligible.
+    On a CPU, a network's hidden layer is computed for so few pairs at once that it is negligible.
     """
-    inside = 0
-    if isinstance(mechanism, FireMechanism) and mechanism.hidden_weight.device.type != "cpu":
-        inside = _MLP_COPIES * mechanism.hidden_weight.shape[0]
+    inside = 0 if model.device.type == "cpu" else _MLP_COPIES * mechanism.hidden_width
     return _SCORE_COPIES * heads + inside
 
 

@@ -248,6 +248,7 @@ class FireMechanism(Mechanism):
         super().__init__()
         self.threshold = scheme.filled("threshold")
         source, width = generator(scheme.seed), scheme.width
+        self.hidden_width = width
         self.c = parameter(torch.tensor([scheme.c], dtype=torch.float32, device="cpu"))
         self.multiplier = parameter(torch.ones(1, dtype=torch.float32, device="cpu"))
         # initialized like nn.Linear: uniform within 1 / sqrt(inputs). PEFT and quantizers would wrap nn.Linear itself

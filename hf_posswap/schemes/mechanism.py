@@ -70,6 +70,8 @@ class Mechanism(nn.Module):
     """The distance from which the bias of keys in the past stays the same, where it is a function of distance alone."""
     piecewise: bool = False
     """Whether the bias is piecewise linear in a share of distance and query position: `piecewise_bias` gives it."""
+    hidden_width: int = 0
+    """W, where a network with one hidden layer of W numbers for each query and key computes the bias."""
     slopes: Tensor | None = None
     """m_h, [H], float32, where the bias is -m_h |i - j|; None: the bias has another form."""
     learns_slopes: bool = False

@@ -306,6 +306,15 @@ def alone_in(folder: Path, activity: str, lock: str = ".lock") -> Iterator[None]
         file_lock.release()
 
 
+def check_new_file(path: Path) -> None:
+    """Raise a CheckpointError where `path` is there already, or what would be its folder is a file."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} already exists: give a new file name.")
+    there = next(each for each in path.absolute().parents if os.path.lexists(each))
+    if not there.is_dir():
+        raise CheckpointError(f"cannot write {shown(path)}: {shown(there)} is no folder. Choose another folder.")
+
+
 def check_room(path: Path, size: int) -> None:
     """Raise a CheckpointError where a file of `size` bytes does not fit on the disk of `path`.
 

@@ -171,10 +171,10 @@ def _is_stock(name: str) -> bool:
 
 
 def _object_in(source: str | Path, name: str, hub: dict[str, object]) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint; {} where it is missing or holds none.
+    """Return the JSON object in a file of a checkpoint; {} where it is missing, or is no config.json and holds none.
 
     Raises:
-        CheckpointError: it exists and is not readable JSON.
+        CheckpointError: it exists and is not readable JSON, or is a config.json without an object.
     """
     from transformers.utils import cached_file
 
@@ -191,4 +191,8 @@ def _object_in(source: str | Path, name: str, hub: dict[str, object]) -> dict[st
         if name == "config.json":
             problem = f"{str(source)!r} holds no readable model config (config.json)"
         raise CheckpointError(f"{problem}: {error}") from error
-    return values if isinstance(values, dict) else {}
+    if isinstance(values, dict):
+        return values
+    if name == "config.json":
+        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): it is no JSON object")
+    return {}

@@ -11,7 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.kernels.blockwise import attend_by_distance, attend_made
+from hf_posswap.kernels.piecewise_bias import attend_piecewise, piecewise_blocks
 from hf_posswap.kernels.row_bias import attend_linear
+from hf_posswap.kernels.segments import whole
 from hf_posswap.schemes import Fire, Kerple, T5Bias
 from hf_posswap.schemes.alibi import slopes
 from recipes.bench import peers
@@ -20,7 +22,7 @@ from recipes.bench.harness import Case, attention_inputs, with_gradients
 HEADS, SCALING = 12, 0.125
 NO_BIAS, DENSE, X = "sdpa without bias", "dense bias", "x-transformers"
 T5_DENSE = "transformers' position_bias="
-FIRE_DENSE = "dense bias, as the paper prints it"
+FIRE_DENSE, FIRE_PAIRS = "dense bias, as the paper prints it", "its network for each pair, in blocks"
 ONCE = 32_768
 """Tokens for measurements of memory alone."""
 
@@ -118,7 +120,7 @@ def _learned(length: int, smoke: bool) -> Case:
 
 
 def _fire(length: int, smoke: bool) -> Case:
-    ways = {way: _fire_way(way, length) for way in ("ours", FIRE_DENSE, NO_BIAS)}
+    ways = {way: _fire_way(way, length) for way in ("ours", FIRE_PAIRS, FIRE_DENSE, NO_BIAS)}
     memory = None if smoke else {"length": length, "fire": 1}
     return Case(
         f"FIRE forward, {length}", ways, {FIRE_DENSE: 0.2}, unlike=frozenset({NO_BIAS}), memory=memory,
@@ -133,7 +135,16 @@ def _fire_way(way: str, length: int) -> Callable[[], Tensor]:
     if way == FIRE_DENSE:
         dense = peers.fire_dense(mechanism)
         return lambda: _with_dense(*inputs, dense(length))
-    if way != "ours":
+    if way == "ours":
+        text = whole(1, length, length, causal=True)
+
+        def piecewise() -> Tensor:
+            with torch.no_grad():  # gradients of the network's weights have their own row among the situations
+                blocks = piecewise_blocks(*inputs[:2], mechanism.piecewise_bias, text)
+                return attend_piecewise(*inputs, blocks, scaling=SCALING)
+
+        return piecewise
+    if way != FIRE_PAIRS:
         raise KeyError(way)
 
     def make(_: slice, rows: slice, columns: slice) -> Tensor:

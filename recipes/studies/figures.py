@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from hf_posswap.advice.candidates import CANDIDATES
-from hf_posswap.advice.figures import FILE, Base, Figure
+from hf_posswap.advice.figures import FILE, Against, Base, Figure
 from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.cli.outcome import script
 from hf_posswap.errors import DataError
@@ -25,7 +25,7 @@ from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import read_json, write_json
 from recipes.studies.measuring import difference
 from recipes.studies.real_model import READERS
-from recipes.studies.real_model_tables import BASE, SLIDING
+from recipes.studies.real_model_tables import BASE, CONTROL, SLIDING
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("recipes/studies/results")
@@ -123,34 +123,46 @@ def _untrained() -> Iterator[Figure]:
 
 
 def _real_models() -> Iterator[Figure]:
-    """Yield, for each length, what a swap without training of a pretrained model loses in all and in the window."""
+    """Yield, for each length, what a swap of a pretrained model loses in all and in the window, trained or not."""
     for name in ("beyond-16k", "beyond-32k"):
         source, result = _load_result(f"real-model/{name}")
-        model, block = result["model"], result["block"]
+        model = result["model"]
         base = Base(model["name"].partition(".")[0], "rope", model["parameters"], model["window"])
-        books: dict[str, dict[str, np.ndarray]] = {}
+        books: dict[tuple[str, int], dict[str, np.ndarray]] = {}
         for unit in result["units"]:
-            books.setdefault(unit["reader"], {})[unit["document"]] = np.array(unit["nll"])
-        compared = {"sliding window": (SLIDING, None), "base in the window": (BASE, base.window // block)}
-        for reader in READERS:
-            if reader.scheme is None or reader.recipe is not None or reader.searched:
+            books.setdefault((unit["reader"], unit.get("tokens", 0)), {})[unit["document"]] = np.array(unit["nll"])
+        whole = {key: read for key, read in books.items() if len(read) == len(books[BASE, 0])}
+        window = base.window // result["block"]
+        swaps = {reader.name: reader for reader in READERS if reader.scheme and not reader.searched}
+        for (reader_name, tokens), new in whole.items():
+            if reader_name not in swaps:
                 continue
-            if len(books.get(reader.name, ())) < len(books[BASE]):  # not all documents were read
-                continue
-            for against, (other, blocks) in compared.items():
-                old, new = (
-                    np.array([books[one][document][:blocks].mean() for document in books[BASE]])
-                    for one in (other, reader.name)
+            reader = swaps[reader_name]
+            compared: list[tuple[Against, str, int, int | None, str]] = [
+                ("sliding window", SLIDING, 0, None, "base's"),
+                ("base in the window", BASE, 0, window, ""),
+            ]
+            if tokens:
+                compared += [
+                    ("sliding window", CONTROL, tokens, None, "control's"),
+                    ("control in the window", CONTROL, tokens, window, ""),
+                ]
+            for against, other, read_by_it, blocks, whose in compared:
+                if (other, read_by_it) not in whole:
+                    continue
+                losses, old = (
+                    np.array([read[book][:blocks].mean() for book in new]) for read in (new, whole[other, read_by_it])
                 )
                 yield Figure(
                     source=source,
-                    subject=reader.scheme,
-                    against=against,  # type: ignore[arg-type]
+                    subject=reader.recipe or str(reader.scheme),
+                    against=against,
                     base=base,
                     windows=result["length"] // base.window,
-                    tokens=0,
-                    whose="base's" if other == SLIDING else "",
-                    **_from(difference(old, new)),
+                    tokens=tokens,
+                    whose=whose,
+                    remark="LoRA" if reader.settings else "",
+                    **_from(difference(old, losses)),
                 )
 
 

@@ -607,6 +607,21 @@ def test_a_link_to_nowhere_is_not_written_over(target: str, name: str, tmp_path:
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize(("target", "name"), [("llamacpp", "out.gguf"), ("torch", "out.pt2"), ("onnx", "out.onnx")])
+def test_a_file_in_the_place_of_its_folder_is_told_before_the_work(
+    target: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the weights are read first")
+
+    for module in ("gguf_file", "graph_file"):
+        monkeypatch.setattr(f"hf_posswap.checkpoints.exports.{module}.load", load)
+    folder = saved(tmp_path / "x", "llama", "ntk", factor=4.0)
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"a is no folder. Choose another folder"):
+        export(folder, target, tmp_path / "a" / "b" / name)
+
+
 def test_a_record_that_lies_of_the_length_is_not_believed(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", "llama", "dynamic", factor=4.0)
     config = json.loads((folder / "config.json").read_text())

@@ -33,7 +33,7 @@ from hf_posswap.checkpoints.exports.gguf_contents import (
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.load import load
 from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedModelError
-from hf_posswap.utils.atomic_io import replacing, scratch_folder, shown
+from hf_posswap.utils.atomic_io import check_new_file, replacing, scratch_folder, shown
 from hf_posswap.utils.devices import available_bytes
 from hf_posswap.utils.format import human_bytes, said_by
 from hf_posswap.utils.gguf_source import read_gguf
@@ -107,8 +107,7 @@ def write_gguf(
     """
     if find_spec("gguf") is None:
         raise MissingDependencyError("gguf", "gguf")
-    if os.path.lexists(out):
-        raise CheckpointError(f"{out} already exists: give a new file name.")
+    check_new_file(out)
     model: PreTrainedModel = load(source)
     weight_type = _TYPES.get(model.dtype) if dtype is None else DTYPES[dtype]
     if dtype is not None:

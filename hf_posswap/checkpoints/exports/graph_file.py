@@ -21,10 +21,10 @@ from torch import Tensor
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
 from hf_posswap.checkpoints.exports.traced import Signature, Traced, run, signature_of
 from hf_posswap.checkpoints.load import load
-from hf_posswap.errors import CheckpointError, MissingDependencyError, SwapVerificationError, UnsupportedSwapError
+from hf_posswap.errors import MissingDependencyError, SwapVerificationError, UnsupportedSwapError
 from hf_posswap.families.rope_config import FOLLOW_LENGTH
 from hf_posswap.patching.inspect.describe import describe_positions
-from hf_posswap.utils.atomic_io import check_room, replacing
+from hf_posswap.utils.atomic_io import check_new_file, check_room, replacing
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import PROCESS, ignored_warnings, quiet_logger, without_stderr
 
@@ -85,8 +85,7 @@ def write_graph(
             raise MissingDependencyError(package, "onnx")
     data_file = out.with_name(f"{out.name}.data")
     for new_file in (out, data_file):
-        if os.path.lexists(new_file):
-            raise CheckpointError(f"{new_file} already exists: give a new file name.")
+        check_new_file(new_file)
     dtype: dict[str, Any] = {"dtype": torch.float32} if suffix == ".onnx" else {}
     model: PreTrainedModel = load(source, trust_remote_code=trust_remote_code, **dtype).eval()
     signature = signature_of(model)
