@@ -206,7 +206,7 @@ def test_xpos_turns_and_scales_as_float64() -> None:
 
 def test_xpos_keeps_its_scale_near_the_end_of_its_range() -> None:
     scheme = XPos(centre=1).resolve(SHAPE, None)
-    at = torch.tensor([0, 1, 2, 30_000, 33_000, scheme.held(SHAPE, torch.float32)])
+    at = torch.tensor([0, 1, 2, 30_000, 33_000, scheme.largest_position(SHAPE, torch.float32)])
     tables: Any = prepared(scheme, at)
     zeta = (np.arange(0, DIM, 2) / DIM + 0.4) / 1.4
     factors = zeta ** ((at.double().numpy()[:, None] - 1) / 512)

@@ -124,11 +124,11 @@ def named_source(model: object) -> tuple[str, object]:
         return str(getattr(getattr(model, "config", model), "name_or_path", "") or _PLACEHOLDER), model
     if issubclass(model, transformers.PreTrainedModel):
         config: Any = model.config_class
-        made = config()
-        made.architectures = [model.__name__]
-        if model_class_of(made) is not model:
+        model_config = config()
+        model_config.architectures = [model.__name__]
+        if model_class_of(model_config) is not model:
             raise OptionError(f"{model.__name__} is no class of transformers that a config can name.")
-        return _PLACEHOLDER, made
+        return _PLACEHOLDER, model_config
     if issubclass(model, transformers.PreTrainedConfig):
         return _PLACEHOLDER, model()
     raise OptionError(f"{model.__name__} is a class of neither a model nor a config of transformers.")

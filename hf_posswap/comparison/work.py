@@ -395,8 +395,8 @@ def values_and_losses(
     cached = work.raw.setdefault("losses", {})
     missing = sorted(set(runs.values()) - set(cached))
     count = len(work.documents.tokens)
-    asked = [*(_loss_unit(work, number, run) for run in missing for number in range(count)), *units]
-    values = iter(work.values(label, asked) if asked else [])
+    units_to_read = [*(_loss_unit(work, number, run) for run in missing for number in range(count)), *units]
+    values = iter(work.values(label, units_to_read) if units_to_read else [])
     for run in missing:
         cached[run] = np.stack([next(values) for _ in range(count)])
     return list(values), {length: cached[run][:, : length - 1] for length, run in runs.items()}

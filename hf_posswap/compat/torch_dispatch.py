@@ -306,8 +306,8 @@ def attend_with_sums(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
 
     if hasattr(flex_attention, "AuxRequest"):
         options["return_aux"] = flex_attention.AuxRequest(lse=True)
-        out, told = flex_attention.flex_attention(query, key, value, **options)
-        return out, told.lse
+        out, auxiliary = flex_attention.flex_attention(query, key, value, **options)
+        return out, auxiliary.lse
     return flex_attention.flex_attention(query, key, value, **options, return_lse=True)
 
 

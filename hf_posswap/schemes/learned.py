@@ -147,9 +147,9 @@ class Learned2D(GridTable):
     summary: ClassVar[str] = "a learned table of patches, interpolated to any image size"
     source: ClassVar[str] = "https://arxiv.org/abs/2010.11929"
 
-    def table(self, old: Tensor, held: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
-        if grid == held:
+    def table(self, old: Tensor, old_grid: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
+        if grid == old_grid:
             return old
-        picture = old.to(torch.promote_types(old.dtype, torch.float32)).view(1, *held, -1).permute(0, 3, 1, 2)
+        picture = old.to(torch.promote_types(old.dtype, torch.float32)).view(1, *old_grid, -1).permute(0, 3, 1, 2)
         resized = nn.functional.interpolate(picture, size=grid, mode="bicubic", align_corners=False)  # [1, E, R, C]
         return resized.permute(0, 2, 3, 1).flatten(0, 2)  # [R C, E]

@@ -291,16 +291,16 @@ class Sinusoidal(TableScheme):
     def exact(self) -> bool:
         return self.ridge is None
 
-    def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
+    def expected(self, stored: Tensor, geometry: Geometry) -> Tensor:
         """Return the rows that the table must have; W of a fit is not stored, so the nearest rows that any W gives.
 
         With fewer positions than wave directions, every table passes up to its scale.
         """
         if self.ridge is None:
-            return super().expected(held, geometry)
-        rows = held.double()
+            return super().expected(stored, geometry)
+        rows = stored.double()
         if not (rows.isfinite().all() and rows.any()):
-            return torch.full_like(held, math.nan)  # no fit made these
+            return torch.full_like(stored, math.nan)  # no fit made these
         size = rows.square().mean().sqrt()
         near = in_span(rows, self.waves(len(rows), geometry.row_width))
         return (near * (self._scale() / size)).float()
@@ -350,7 +350,7 @@ class Sinusoidal2D(GridTable):
     def fit(self, old: Tensor, geometry: Geometry) -> Self:
         return matching_scale(self, old)
 
-    def table(self, old: Tensor, held: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
+    def table(self, old: Tensor, old_grid: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
         if self.scale == "match":
             raise SchemeError(f"{self.name}: scale is still 'match': call fit(old, geometry) first, or give a number.")
         width = geometry.row_width

@@ -71,7 +71,7 @@ class XPos(RotaryScheme):
         resolved = super().resolve(geometry, max_length)
         length = max(max_length or 0, geometry.original_length)
         centre = self.centre or max(1, length // 2)
-        farthest, limit = max(centre, length - 1 - centre), resolved.held(geometry, torch.float32)
+        farthest, limit = max(centre, length - 1 - centre), resolved.largest_position(geometry, torch.float32)
         if farthest > limit:
             raise SchemeError(
                 f"{self.name}: float32 holds its factors up to {limit} positions from the centre, but {length} tokens "
@@ -85,7 +85,7 @@ class XPos(RotaryScheme):
         index = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu")  # [R/2]
         return (index / dim + self.gamma) / (1 + self.gamma)
 
-    def held(self, geometry: Geometry, dtype: torch.dtype) -> int:
+    def largest_position(self, geometry: Geometry, dtype: torch.dtype) -> int:
         """Return how far from the centre a position may lie before its factors leave the range of `dtype`.
 
         The factors are computed in float32, so float64 holds no more than that.
@@ -142,7 +142,7 @@ class XPosMechanism(RotaryMechanism):
         return rotate(key, prepared.key, self.layout)
 
     def _within(self, farthest: int, dtype: torch.dtype) -> None:
-        limit = self.scheme.held(self.geometry, dtype)
+        limit = self.scheme.largest_position(self.geometry, dtype)
         if farthest > limit:
             raise PositionRangeError(
                 f"xpos: a position lies {farthest} tokens from centre={self.centre}, and in {dtype} its factors hold "

@@ -41,11 +41,11 @@ class Interrupts:
     Example:
         >>> with Interrupts() as interrupts:
         ...     interrupts.check()
-        >>> interrupts.asked
+        >>> interrupts.is_requested
         False
     """
 
-    asked: bool = False
+    is_requested: bool = False
     _is_installed: bool = field(default=False, init=False)
 
     def __enter__(self) -> Self:
@@ -56,11 +56,11 @@ class Interrupts:
         return self
 
     def _note(self, *_: object) -> None:
-        self.asked = True
+        self.is_requested = True
 
     def check(self) -> None:
         """Raise a deferred KeyboardInterrupt, if there is one."""
-        if self.asked:
+        if self.is_requested:
             raise KeyboardInterrupt
 
     def __exit__(self, error_type: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:

@@ -176,10 +176,10 @@ def attend_request(
     """
     call = AttentionCall(mechanism, request.span, ForwardMemo(in_forward=True), stored_form(mechanism))
     arguments = {"is_causal": True, "scaling": settings.scaling, "softcap": settings.softcap}
-    asked = call.request(None, "sdpa", query, key, value, None, arguments)
-    asked = dataclasses.replace(asked, find_layout=lambda: request.layout)
-    attended = backends.attend(asked, call.pieces)
-    return _by_formula(call, asked, request.segment, settings) if attended is None else attended
+    of_segment = call.request(None, "sdpa", query, key, value, None, arguments)
+    of_segment = dataclasses.replace(of_segment, find_layout=lambda: request.layout)
+    attended = backends.attend(of_segment, call.pieces)
+    return _by_formula(call, of_segment, request.segment, settings) if attended is None else attended
 
 
 def _by_formula(call: AttentionCall, request: Request, segment: Segment, settings: LayerSettings) -> Tensor:
@@ -208,7 +208,7 @@ def _split_block(call: AttentionCall, request: Request, queries: slice, keys: sl
     """Return attention [1, q, H, D] of a block of queries whose scores come from several rotations."""
     pieces, memo = call.pieces(), None
     if request.query.shape[2] == 1:
-        memo = call.held()
+        memo = call.kept_keys()
     else:
         pieces = tuple(piece.part(slice(None), queries, keys) for piece in pieces)
     attended, _ = attend_split(

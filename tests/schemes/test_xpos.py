@@ -90,15 +90,16 @@ def test_to_both_sides_of_the_centre_as_far_as_the_dtype_holds(
 ) -> None:
     shape = geometry(original_length=64)
     scheme = XPos(centre=32).resolve(shape, None)
-    held = scheme.held(shape, dtype)
-    assert least < held < 1.1 * least
+    limit = scheme.largest_position(shape, dtype)
+    assert least < limit < 1.1 * least
     q, k = torch.randn(2, 3, 16).to(dtype)
     near = scores(scheme, shape, q, k, torch.tensor([32, 33, 35]))
-    far = scores(scheme, shape, q, k, torch.tensor([held + 29, held + 30, held + 32]))
+    far = scores(scheme, shape, q, k, torch.tensor([limit + 29, limit + 30, limit + 32]))
     loose = {torch.float64: 0.05, torch.float32: 0.05, torch.bfloat16: 0.5, torch.float16: 0.1}[dtype]
     torch.testing.assert_close(far.tril(), near.tril(), rtol=0, atol=loose)
-    with pytest.raises(PositionRangeError, match=rf"lies {held + 1} tokens from centre=32, and in .* hold for {held}"):
-        scores(scheme, shape, q, k, torch.tensor([held + 33]))
+    problem = rf"lies {limit + 1} tokens from centre=32, and in .* hold for {limit}"
+    with pytest.raises(PositionRangeError, match=problem):
+        scores(scheme, shape, q, k, torch.tensor([limit + 33]))
 
 
 def test_a_length_that_float32_cannot_hold_is_refused_when_planned(geometry: Geometries) -> None:

@@ -36,10 +36,10 @@ def main(path: str, tokens: str, ends: str, out: str, context: int) -> None:
     ids = np.load(tokens).tolist()
     # what it answers is forced to be a whole character: it tells no probabilities of a part of one, nor of an end
     bias = [[_whole_character(server.listening_address), 1e5]]
-    asked = {"max_tokens": 1, "temperature": 0.0, "logprobs": MOST_PROBABLE, "logit_bias": bias}
+    request = {"max_tokens": 1, "temperature": 0.0, "logprobs": MOST_PROBABLE, "logit_bias": bias}
     rows = []
     for end in np.load(ends).tolist():
-        answer = server.handle_completions({**asked, "prompt": ids[:end]})
+        answer = server.handle_completions({**request, "prompt": ids[:end]})
         if "choices" not in answer:
             raise SystemExit(f"it does not run ({answer})")
         logprobs = answer["choices"][0]["logprobs"]

@@ -122,8 +122,8 @@ def _entry(name: str, model_types: tuple[str, ...], every_scheme: bool) -> Class
         model = tiny_model(name)
     except Exception as error:  # arbitrary code of the class
         known = (REFUSED[model_type] for model_type in model_types if model_type in REFUSED)
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        why = next(known, f"transformers cannot build a small one: {said}")
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        why = next(known, f"transformers cannot build a small one: {reason}")
         return ClassEntry(name, model_types, None, None, {}, why)
     try:
         family, native = locate(model).family.name, describe_positions(model).native

@@ -228,9 +228,9 @@ def _subclass(base: type, native: type[PreTrainedModel], **attributes: object) -
         "posswap_native": native,
         **attributes,
     }
-    made = type(native.__name__, (base, native), body)
-    let_record_outputs(made)
-    return made
+    new_class = type(native.__name__, (base, native), body)
+    let_record_outputs(new_class)
+    return new_class
 
 
 def take_swapped_class(model: nn.Module, attention: Iterable[str]) -> None:

@@ -320,7 +320,11 @@ def _at_work(scheme: Scheme, model: nn.Module, swap: AppliedSwap, stack: Stack, 
     path = next(e.path for e in swap.plan.edits if isinstance(e, AddMechanism) and e.stack == stack.name)
     whole: Any = model.get_submodule(path)  # or PEFT's wrapper, which gives what its active copy has
     terms: list[Any] = list(whole.terms) if isinstance(original_of(whole), SumMechanism) else [whole]
-    left = [term for term, made in zip(added, terms, strict=True) if not _does_nothing(made, positions, stack.geometry)]
+    left = [
+        term
+        for term, mechanism in zip(added, terms, strict=True)
+        if not _does_nothing(mechanism, positions, stack.geometry)
+    ]
     left = [term for term in (table, within.native if isinstance(within, Sum) else None) if term is not None] + left
     return left[0] if len(left) == 1 else scheme
 

@@ -137,8 +137,8 @@ def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
 
     A forward that another library put on a module, as TRL does, runs the copy; accelerate's autocast is left out.
     """
-    held = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor)]
-    derived = [tensor for tensor in held if not tensor.is_leaf]  # as the biases of HQQ, which no copy takes
+    tensors = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor)]
+    derived = [tensor for tensor in tensors if not tensor.is_leaf]  # as the biases of HQQ, which no copy takes
     states = [vars(module).get("state") for module in model.modules()]
     packed = [state for state in states if hasattr(state, "CB")]  # bitsandbytes moves 8-bit weights there as they run
     memo: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers(), *derived, *packed)}

@@ -110,9 +110,9 @@ class TableScheme(AnyTable):
         """Whether the parameters alone reproduce the rows exactly; otherwise `expected` gives them up to rounding."""
         return True
 
-    def expected(self, held: Tensor, geometry: Geometry) -> Tensor:
-        """Return the rows that a frozen table must have, [P, E], float32, given its current rows `held`."""
-        return self.table(held, len(held), geometry)
+    def expected(self, stored: Tensor, geometry: Geometry) -> Tensor:
+        """Return the rows that a frozen table must have, [P, E], float32, given its current rows `stored`."""
+        return self.table(stored, len(stored), geometry)
 
 
 def checked_size(owner: str, value: object) -> tuple[int, int]:
@@ -187,12 +187,12 @@ class GridTable(AnyTable):
         """Return a copy with every parameter that depends on the weights of the `old` table [R C, E] filled in."""
         return self
 
-    def table(self, old: Tensor, held: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
+    def table(self, old: Tensor, old_grid: tuple[int, int], grid: tuple[int, int], geometry: Geometry) -> Tensor:
         """Return the rows of the patches for a `grid` of R rows and C columns, [R C, E], float32 or wider.
 
         Args:
-            old: the rows of a grid of size `held`, without those of tokens without a patch.
-            held: rows and columns of the grid of `old`.
+            old: the rows of a grid of size `old_grid`, without those of tokens without a patch.
+            old_grid: rows and columns of the grid of `old`.
             grid: rows and columns of the new grid.
             geometry: of the model.
         """

@@ -148,11 +148,11 @@ def _check_chats(settings: DataSettings, stores: Sequence[TokenStore], *, causal
     Raises:
         DataError: as said.
     """
-    asked = {
+    is_set_by = {
         "assistant_only_loss": settings.assistant_only_loss,
         "completion_only_loss": bool(settings.completion_only_loss),
     }
-    for key in (key for key, is_set in asked.items() if is_set):
+    for key in (key for key, is_set in is_set_by.items() if is_set):
         if not any(store.rows.get("chats") for store in stores):
             raise DataError(
                 f"data.{key}=true counts parts of chats, and no source has a row with messages, or with prompt and "

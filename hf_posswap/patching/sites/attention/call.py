@@ -170,7 +170,7 @@ class AttentionCall:
         known = "pieces", self.keys  # layers may differ in what their caches hold
         return self._shared(known, lambda: self.mechanism.pieces(self.span.query, self.span.key, keys=self.keys))
 
-    def held(self) -> dict[Any, Any] | None:
+    def kept_keys(self) -> dict[Any, Any] | None:
         """Return where the layers of a forward keep which keys the pieces hold; None: each layer finds out itself."""
         return None if self.span.shared_cache is None else self._shared(("held", self.keys), dict)
 
@@ -189,15 +189,15 @@ class AttentionCall:
             make: masks the bias [B or 1, H, Q, K] that it is given.
         """
 
-        def made() -> Tensor:
+        def masked_bias() -> Tensor:
             bias = self.bias()
             assert bias is not None
             return make(bias)
 
         one = self.span.query.shape[-1] == 1  # that of many queries would be held until the forward ends
         if not one or backends.is_learned(self.mechanism):
-            return made()
-        return self._shared_under(mask, ("masked", dtype), made)
+            return masked_bias()
+        return self._shared_under(mask, ("masked", dtype), masked_bias)
 
     def _shared_under(self, mask: Tensor | None, name: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, made once for all layers that stand alike and see `mask` as it is."""

@@ -224,7 +224,7 @@ def _split(
         scaling=kwargs.get("scaling"),
         dropout=kwargs.get("dropout", 0.0),
         weights=name != "sdpa",
-        memo=call.held(),
+        memo=call.kept_keys(),
     )
 
 

@@ -51,10 +51,10 @@ def tokens_between_padding_stand_where_the_stock_class_has_them(pair: Pair, wher
     (ids, mask), model = padded(where), pair.specimen()
     actual, shown = read(pair, model, ids, mask), mask[1].bool()
     at = positions_of_stock(pair.at.source_for(pair.scheme), shown)[shown][None] + pair.at.first_position
-    told = torch.arange(20).repeat(2, 1) + pair.at.first_position
-    told[1, shown] = at[0]
+    position_ids = torch.arange(20).repeat(2, 1) + pair.at.first_position
+    position_ids[1, shown] = at[0]
     meaning = "the logits with position ids that say so"
-    check_same(actual, read(pair, model, ids, mask, position_ids=told), pair.noise, meaning)
+    check_same(actual, read(pair, model, ids, mask, position_ids=position_ids), pair.noise, meaning)
     if where in ("left", "right") or not pair.limits.sees_places:
         alone = ids[1:, shown]
         expected = read(pair, model, alone, torch.ones_like(alone), position_ids=at)
