@@ -100,6 +100,8 @@ def causal_of(
     model: PreTrainedModel, config: PreTrainedConfig, root: nn.Module, spec: StackSpec, attention: list[str]
 ) -> bool:
     """Return whether a query sees only its past."""
+    if getattr(config, "is_causal", True) is False:  # transformers then makes a mask that shows both sides
+        return False
     if spec.causal is not None:
         return spec.causal
     if spec.traits is not None and spec.traits.causal is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posswap import patch_model, plan_swap, set_backend
 from hf_posswap.errors import SchemeError, UnsupportedSwapError
@@ -175,3 +176,21 @@ def test_a_piece_that_is_missing_or_twice_there_is_refused_before_a_mask_shows_i
     with pytest.raises(SchemeError, match=f"rerope: the query at position .* belong to {count} of its pieces"):
         patch_model(model, "rerope", window=8)
     assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_decoder_that_sees_both_sides_by_its_config_is_swapped_as_an_encoder(implementation: str) -> None:
+    """With is_causal=False in the config, transformers runs a decoder both ways; T5's own buckets are the oracle."""
+    model, oracle = (tiny_model("LlamaModel", meta=False) for _ in range(2))
+    for one in (model, oracle):
+        one.config.is_causal = False
+        one.set_attn_implementation(implementation)
+    with pytest.raises(UnsupportedSwapError, match="nope needs a causal model; LlamaModel sees both sides"):
+        plan_swap(model, "nope")
+    patch_model(model, "t5", init_std=1.0)
+    distances = AT[None] - AT[:, None]
+    buckets = T5Attention._relative_position_bucket(distances, bidirectional=True)
+    bias = model.posswap.table.detach()[buckets].permute(2, 0, 1).expand(len(IDS), -1, -1, -1)
+    with torch.no_grad():  # at position 0 everywhere nothing rotates
+        expected = oracle(IDS, attention_mask=bias, position_ids=torch.zeros_like(IDS)).last_hidden_state
+        assert gap(model(IDS).last_hidden_state, expected) < NOISE
