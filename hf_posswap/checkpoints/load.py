@@ -24,6 +24,7 @@ from hf_posswap.compat.peft_wrappers import LEFT_OVER, read_adapter_weights
 from hf_posswap.compat.transformers_loading import auto_mapping, file_of, ignored_on_load
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
 from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
+from hf_posswap.patching.apply.guard import set_resizing
 from hf_posswap.patching.apply.patch_model import apply_plan, patch_model
 from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
@@ -229,6 +230,7 @@ def reapply_on_load(model: Any, plan: SwapPlan) -> None:
     guard_version(model, plan, apply_plan, config=native_config(model.config))
     for edit in plan.edits:
         edit.reload(model)
+    set_resizing(model, plan.named)
     model._posswap = AppliedSwap(plan, model.config, guard=guard_saving(model))
 
 

@@ -20,9 +20,16 @@ from torch import nn
 from hf_posswap.compat.python_objects import can_be_suspended, self_of, stacks_of_threads
 from hf_posswap.compat.torch_modules import computes
 from hf_posswap.errors import ModelInUseError, UnsupportedSwapError
+from hf_posswap.patching.edits.continuous_batching import Refusal
 from hf_posswap.patching.plan.plan_swap import unwrap
 
 F = TypeVar("F", bound=Callable[..., Any])
+RESIZE = "resize_position_embeddings"
+"""The method by which some stock classes (DistilBERT, Pegasus) give themselves a position table of another length."""
+_RESIZES = (
+    f"{RESIZE} of {{model}} would build a new position table, and the model carries a swap to {{why}}. What works: "
+    "unpatch_model(model), and patch_model(model, ..., max_length=...) with the new length."
+)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,17 @@ def _refuse_forward(model: nn.Module, operation: str) -> None:
             f"{operation} inside {call} of the same {type(model).__name__}, which runs in {where}: it would continue "
             f"with neither mechanism. {'Change positions before or after it' if here else 'Wait for its end'}."
         )
+
+
+def set_resizing(model: nn.Module, swap: str | None) -> None:
+    """Make `model`, with a swap called `swap`, and the models in it refuse to resize their tables; None: allow it."""
+    from transformers import PreTrainedModel
+
+    stub = getattr(PreTrainedModel, RESIZE, None)  # raises, in all classes that do not have their own
+    for module in model.modules():
+        vars(module).pop(RESIZE, None)
+        if swap is not None and getattr(type(module), RESIZE, stub) is not stub:
+            vars(module)[RESIZE] = Refusal(type(model).__name__, swap, _RESIZES)
 
 
 def _calls_by_thread(module_ids: set[int]) -> dict[int, str | None]:

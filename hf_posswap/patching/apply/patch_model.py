@@ -24,7 +24,7 @@ from hf_posswap.patching.apply.applied import (
     fingerprint,
     unread_record,
 )
-from hf_posswap.patching.apply.guard import changing
+from hf_posswap.patching.apply.guard import changing, set_resizing
 from hf_posswap.patching.apply.submodel_guard import guard_saving
 from hf_posswap.patching.apply.version_guard import guard_version
 from hf_posswap.patching.edits.edit import RelativeChoice, Saved, SiteChoice
@@ -171,6 +171,7 @@ def apply_plan(model: PreTrainedModel, plan: SwapPlan, owner: nn.Module | None =
             done.append({})
             edit.apply(model, done[-1])
         swap.guard = guard_saving(model)
+        set_resizing(model, plan.named)
         model.__dict__["_posswap"] = swap
         if plan.route == "plugin":
             take_swapped_class(model, [plan.sites.stack(name).attention[0] for name in plan.schemes])
@@ -270,6 +271,7 @@ def patched(model: M, scheme: SchemeChoice, **options: Any) -> Iterator[M]:
 
 def _undo(model: PreTrainedModel, swap: AppliedSwap, owner: nn.Module | None) -> None:
     leave_swapped_class(model)
+    set_resizing(model, None)
     for path in offloaded_tables(model, swap.plan.edits):  # offloaded since the swap
         bring_into_memory(model, path)
     if swap.guard is not None:

@@ -20,6 +20,10 @@ KEYS_UNKNOWN = "its scheme needs the positions of cached keys, which a paged cac
 ONE_LENGTH = "its angles follow the length of the text, and all requests of a batch would use those of the longest one"
 START = "init_continuous_batching"
 """The method of a model that every entry point of continuous batching calls."""
+REFUSED = (
+    "{model} was asked for continuous batching (generate_batch), and {why}. What works: generate; or a scheme that "
+    "rotates keys by fixed angles before they are cached (rope, linear, yarn, llama3, xpos, nope)."
+)
 
 
 def needs_key_positions(mechanism: Mechanism) -> bool:
@@ -30,15 +34,17 @@ def needs_key_positions(mechanism: Mechanism) -> bool:
 
 @dataclass
 class Refusal:
-    """Replaces the method `init_continuous_batching` of a model.
+    """Replaces a method of a swapped model.
 
     Attributes:
         model: name of the model's class.
-        why: the reason for the refusal, as the end of a sentence.
+        why: the reason for the refusal, as part of a sentence.
+        message: with the names of both in braces.
     """
 
     model: str
     why: str = KEYS_UNKNOWN
+    message: str = REFUSED
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Refuse.
@@ -46,11 +52,7 @@ class Refusal:
         Raises:
             UnsupportedSwapError: always.
         """
-        raise UnsupportedSwapError(
-            f"{self.model} was asked for continuous batching (generate_batch), and {self.why}. What works: generate; "
-            "or a scheme that rotates keys by fixed angles before they are cached (rope, linear, yarn, llama3, xpos, "
-            "nope)."
-        )
+        raise UnsupportedSwapError(self.message.format(model=self.model, why=self.why))
 
 
 def refuse_continuous_batching(model: nn.Module, why: str = KEYS_UNKNOWN) -> None:

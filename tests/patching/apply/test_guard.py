@@ -14,11 +14,12 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_posswap
-from hf_posswap import Blend, patch_model, patched, unpatch_model
+from hf_posswap import Blend, load, patch_model, patched, save, unpatch_model, verify_swap
 from hf_posswap.errors import AlreadyPatchedError, ModelInUseError, NotPatchedError, PosswapError, UnsupportedSwapError
 from hf_posswap.patching.apply import guard
 from hf_posswap.patching.apply.guard import changing
 from hf_posswap.patching.tools.scheme_values import finish_blend
+from hf_posswap.testing.tiny import tiny_model
 from tests.training.tiny_models import tiny
 
 IDS = torch.arange(12)[None]
@@ -396,3 +397,18 @@ def test_shares_and_scales_are_set_under_inference_mode() -> None:
         hf_posswap.set_logit_scale(other, 0.3)
         hf_posswap.centre_table(tiny("gpt2"))
     assert model.config.posswap["scheme"]["weight"] == 0.5
+
+
+@pytest.mark.parametrize("scheme", ["rope", "learned"])
+@pytest.mark.parametrize("name", ["DistilBertForMaskedLM", "PegasusForConditionalGeneration"])
+def test_a_swapped_model_does_not_give_itself_a_new_table(name: str, scheme: str, tmp_path: Path) -> None:
+    """Their own `resize_position_embeddings` would add a table to RoPE, or leave the swap's record behind."""
+    model = patch_model(tiny_model(name, meta=False), scheme, max_length=64)
+    save(model, tmp_path / "model")
+    for swapped in (model, copy.deepcopy(model), load(tmp_path / "model")):
+        for inner in (swapped, *(part for part in swapped.modules() if "resize_position_embeddings" in vars(part))):
+            with pytest.raises(UnsupportedSwapError, match=f"carries a swap to {scheme}.*What works: unpatch_model"):
+                inner.resize_position_embeddings(96)
+        verify_swap(swapped)
+    unpatch_model(model).resize_position_embeddings(96)
+    assert model.config.max_position_embeddings == 96
