@@ -118,6 +118,8 @@ class TableSpec:
         kind: the type of its rows.
         computed: whether its module computes the rows, at any length, as `weights` that are not in checkpoints.
         absent: maps a config to whether a model has no such table; None: all have it.
+        padded_to: the config value with the number of tokens of which the model pads a text to a multiple before it
+            reads the table, or a list of them, where nothing can be put inside its attention; "": it pads nothing.
 
     Example:
         >>> TableSpec("embed_positions", offset=2).config_name
@@ -132,6 +134,7 @@ class TableSpec:
     kind: Literal["learned", "sinusoidal"] = "learned"
     computed: bool = False
     absent: Callable[[PreTrainedConfig], bool] | None = None
+    padded_to: str = ""
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,15 @@ register(
         summary="LED: a learned table in the encoder, which sees windows, and in the decoder",
         model_types=("led",),
         stacks=tuple(
-            replace(stack, table=replace(stack.table, config_name=f"max_{stack.name}_position_embeddings"))
+            replace(
+                stack,
+                table=TableSpec(
+                    f"{stack.name}.embed_positions",
+                    config_name=f"max_{stack.name}_position_embeddings",
+                    padded_to="attention_window" if stack.name == "encoder" else "",
+                ),
+            )
             for stack in stacks()
-            if stack.table is not None
         ),
     )
 )

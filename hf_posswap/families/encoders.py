@@ -5,6 +5,7 @@ The attention of many lacks transformers' AttentionInterface; `interfaces` has c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_posswap.families.base import AttentionTraits, Family, NativeScheme, RelativePart, StackSpec, TableSpec, register
@@ -176,7 +177,7 @@ register(
             StackSpec(
                 "",
                 _ATTENTION,
-                table=_LEARNED,
+                table=replace(_LEARNED, padded_to="block_size"),
                 traits=AttentionTraits(_BERT_LIKE, causal=is_decoder, closed=sees_blocks),
             ),
         ),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap import load, patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
-from hf_posswap.errors import PositionRangeError, UnsupportedSwapError
+from hf_posswap.errors import PositionRangeError, SchemeError, UnsupportedSwapError
 from hf_posswap.families import locate
 from hf_posswap.testing.tiny import TINY_LENGTH, tiny_model
 
@@ -150,3 +150,20 @@ def test_layoutlm_keeps_its_places_on_the_page() -> None:
     assert float((here - elsewhere).abs().max()) > 0.1
     tables = [name for name, _ in model.named_parameters() if "_position_embeddings" in name]
     assert len(tables) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("LEDForConditionalGeneration", {"attention_window": 8}),
+        ("BigBirdForMaskedLM", {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}),
+    ],
+)
+def test_a_table_ends_where_the_model_stops_padding_its_texts(kind: str, changes: dict[str, Any]) -> None:
+    """LED's encoder and BigBird's blocks pad a text before they read the table: rows must be there for the padding."""
+    model, length = tiny_model(kind, meta=False, **changes), 5 * TINY_LENGTH
+    with pytest.raises(SchemeError, match=rf"to a multiple of \d tokens, .*max_length={length - 2}\. Give {length}\."):
+        patch_model(model, "sinusoidal", max_length=length - 2)
+    patch_model(model, "sinusoidal", max_length=length)
+    ids = torch.randint(5, 90, (1, length - 1), generator=torch.Generator().manual_seed(2))
+    assert logits(model, ids).isfinite().all()

@@ -13,7 +13,7 @@ from hf_posswap.compat.accelerate_state import offloading_hooks
 from hf_posswap.compat.peft_wrappers import is_adapted
 from hf_posswap.compat.torch_tensors import holds_values, is_plain
 from hf_posswap.compat.transformers_models import unsaved_keys, without_initialising
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.modules import get, has_buffer, join, tensor_at
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.sites import PatchTable, TokenTable
@@ -65,6 +65,15 @@ def plan_embedding(context: SwapContext) -> PlanDraft:
 def _replace(context: SwapContext, scheme: TableScheme) -> PlanDraft:
     table = _writable(context, scheme)
     rows, geometry = scheme.rows(context.geometry, context.length), context.geometry
+    spec, config = context.stack.spec, context.model.config
+    pads = spec.traits is None or spec.traits.closed is None or spec.traits.closed(config) is not None
+    blocks: Any = getattr(config, spec.table.padded_to, 1) if spec.table is not None and pads else 1
+    block = max(blocks) if isinstance(blocks, list | tuple) else blocks
+    if rows != geometry.original_length and rows % block:
+        raise SchemeError(
+            f"{scheme.name}: {context.model_name} pads each text to a multiple of {block} tokens, and its table must "
+            f"have rows for them, got max_length={rows}. Give {rows + -rows % block}."
+        )
     replace = ReplaceTable(
         site="embedding",
         path=table.path,
