@@ -64,7 +64,9 @@ class PatchProbe(Probe):
     def _states(self, model: Any, pixels: Tensor) -> Tensor:
         """Return the last hidden states of all tokens, [N, E], float32."""
         tower = model.get_submodule(self.stack.entry)
-        return tower(pixel_values=pixels.to(device_of(model), model.dtype)).last_hidden_state[0].float()
+        out = tower(pixel_values=pixels.to(device_of(model), model.dtype), output_hidden_states=True)
+        states = out.last_hidden_state if "last_hidden_state" in out else out.hidden_states[-1]  # of a backbone
+        return states[0].float()
 
     def _shuffled(self, model: PreTrainedModel, noise: Noise) -> str:
         """Shuffle the patches: every mechanism must notice, but for one that knows no positions, which must not."""

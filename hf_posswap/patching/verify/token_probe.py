@@ -111,6 +111,8 @@ class TokenProbe(Probe):
 
     def _outputs(self, model: Any, ids: Tensor, other: Tensor | None, mask: Tensor, given: dict[str, Any]) -> Tensor:
         if not model.config.is_encoder_decoder:
+            if type(model).__name__.endswith("ForMultipleChoice"):  # its head compares several texts
+                model = model.base_model
             out = model(input_ids=ids, attention_mask=mask, **given)
             return (out.logits if "logits" in out else out[0]).float()
         first = {"input_ids": self.ids if other is None else other, "attention_mask": mask}

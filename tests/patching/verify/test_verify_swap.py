@@ -17,6 +17,7 @@ from hf_posswap.patching.sites.attention.edits import PositionHook, StartHook
 from hf_posswap.patching.sites.embedding.table_edits import LengthHook
 from hf_posswap.schemes import Blend, LongRope, Rope, SSMax, native
 from hf_posswap.testing.contract.points.gradients import with_lora
+from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
 from tests.patching.plan.test_swap_plan import snapshot
@@ -245,3 +246,17 @@ def test_a_term_added_to_the_models_own_bias_is_proved_where_an_adapter_trains_i
     expected = verify_swap(model).checks
     adapted = get_peft_model(model, LoraConfig(target_modules=["q", "v"], modules_to_save=["posswap"]))
     assert verify_swap(adapted).checks.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "changes"),
+    [
+        ("BertForMultipleChoice", "alibi", {}),
+        ("DistilBertForMultipleChoice", "rope", {}),
+        ("RobertaForMultipleChoice", "learned", {}),
+        ("Dinov2Backbone", "rope_2d", {"image_size": 32, "patch_size": 8}),
+    ],
+)
+def test_a_head_of_several_texts_and_a_backbone_verify(name: str, scheme: str, changes: dict[str, Any]) -> None:
+    model = patch_model(tiny_model(name, meta=False, **changes), scheme)
+    assert "finite" in verify_swap(model).checks
