@@ -68,9 +68,9 @@ def refuse_whole(submodel: nn.Module, prefix: str, keep_vars: bool) -> None:
     inner = type(carrier).__name__
     raise UnsupportedSwapError(
         f"{path!r} of this {outer} carries a separate swap, and {outer} would be saved without a record of it: it "
-        f"would load as a model that was never swapped. What works: unpatch_model on that {inner} and "
-        f"patch_model on the whole {outer}; or saving the {inner} separately, "
-        f"model.get_submodule({path!r}).save_pretrained(...)."
+        f"would load as a model that was never swapped. What works: saving the {inner} separately, "
+        f"model.get_submodule({path!r}).save_pretrained(...); or, if {outer} can be patched as a whole, "
+        f"unpatch_model on that {inner} and patch_model on the {outer}."
     )
 
 

@@ -61,7 +61,7 @@ def refused(whole: Any, path: str) -> Any:
     return pytest.raises(
         UnsupportedSwapError,
         match=rf"'{path}' of this {outer} carries a separate swap, and {outer} would be saved without a record of it"
-        rf".* What works: unpatch_model on that {inner} and patch_model on the whole {outer}; or saving the {inner} s",
+        rf".* What works: saving the {inner} separately, .*; or, if {outer} can be patched as a whole, unpatch",
     )
 
 
