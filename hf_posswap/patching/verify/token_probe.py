@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
+from hf_posswap.compat.transformers_loading import class_names
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary import MOVED_BY_SHIFT
@@ -111,8 +112,9 @@ class TokenProbe(Probe):
 
     def _outputs(self, model: Any, ids: Tensor, other: Tensor | None, mask: Tensor, given: dict[str, Any]) -> Tensor:
         if not model.config.is_encoder_decoder:
-            if type(model).__name__.endswith("ForMultipleChoice"):  # its head compares several texts
-                model = model.base_model
+            compare_texts = set(class_names("MULTIPLE_CHOICE").values())
+            if compare_texts & {base.__name__ for base in type(model).__mro__}:
+                model = model.base_model  # the head takes several texts
             out = model(input_ids=ids, attention_mask=mask, **given)
             return (out.logits if "logits" in out else out[0]).float()
         first = {"input_ids": self.ids if other is None else other, "attention_mask": mask}
