@@ -218,7 +218,8 @@ class AttentionCall:
     def _shared(self, name: Hashable, make: Callable[[], T]) -> T:
         if self.span.shared_cache is None:
             return make()
-        key = (name, id(self.mechanism))
+        # a layer that runs without gradients (reentrant checkpointing) shares nothing with one that needs them
+        key = (name, id(self.mechanism), torch.is_grad_enabled())
         value: Any = self.span.shared_cache.get(key)
         if value is None:
             value = make()

@@ -472,3 +472,19 @@ def test_a_settled_bias_is_attended_apart_in_one_whole_text_alone(monkeypatch: p
             mask[0, :5] = 0
             model(ids, attention_mask=mask, use_cache=False)
             assert 9 not in taken
+
+
+@pytest.mark.parametrize("scheme", ["kerple", "t5", "fire"])
+def test_layers_that_need_gradients_share_nothing_with_layers_that_run_without(scheme: str) -> None:
+    """Reentrant checkpointing runs a layer without gradients first, and other layers of the model may need them."""
+    gradients = []
+    for checkpointed in (False, True):
+        model = patch_model(build("llama"), scheme).train()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        if checkpointed:
+            enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+            model.model.layers[1].gradient_checkpointing = False
+        model(input_ids=IDS[:, :20], labels=IDS[:, :20], use_cache=False).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.model.posswap.parameters()]))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
