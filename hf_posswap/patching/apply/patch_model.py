@@ -44,6 +44,7 @@ from hf_posswap.patching.record.model_class import (
     take_swapped_class,
 )
 from hf_posswap.patching.record.record import SwapRecord
+from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.patching.sites.embedding.table_edits import BlendedTable, BlendTable
@@ -175,6 +176,7 @@ def apply_plan(model: PreTrainedModel, plan: SwapPlan, owner: nn.Module | None =
         model.__dict__["_posswap"] = swap
         if plan.route == "plugin":
             take_swapped_class(model, [plan.sites.stack(name).attention[0] for name in plan.schemes])
+        swap.swapped_config = copy.deepcopy(model.config)
         check_structure(model)
         check_untouched(model, before)
         make_fake_as(model)
@@ -186,8 +188,9 @@ def apply_plan(model: PreTrainedModel, plan: SwapPlan, owner: nn.Module | None =
 def unpatch_model(model: M) -> M:
     """Restore the original mechanism of `model`, bit for bit, and return the model.
 
-    Weights trained since the swap keep their values; weights that the swap disabled come back unchanged, and so does
-    the `max_seq_length` of a SentenceTransformer, unless it was set since.
+    Weights trained since the swap keep their values, and so do settings of the config that were made since and that the
+    swap did not make; weights that the swap disabled come back unchanged, and so does the `max_seq_length` of a
+    SentenceTransformer, unless it was set since.
 
     Args:
         model: patched in this process, or a PEFT model or a SentenceTransformer around one.
@@ -280,8 +283,28 @@ def _undo(model: PreTrainedModel, swap: AppliedSwap, owner: nn.Module | None) ->
         edit.undo(model, saved)
     for back in swap.offloaded:
         back(model)
+    _keep_later_settings(model.config, swap)
     _set_config(owner or model, model.config, swap.config)
     model.__dict__.pop("_posswap", None)
+
+
+def _keep_later_settings(current: PreTrainedConfig, swap: AppliedSwap) -> None:
+    """Write what was set in the `current` config since the swap, such as vocab_size, into the config before the swap.
+
+    Values that the swap itself changed are left as they were, and so are the names of saved classes and the record of
+    a training.
+    """
+    if swap.swapped_config is None:
+        return
+    native, swapped = config_parts(swap.config), config_parts(swap.swapped_config)
+    for path, part in config_parts(current).items():
+        if path not in native or path not in swapped:
+            continue
+        before, after = dict(vars(native[path])), vars(swapped[path])
+        for name, value in vars(part).items():
+            settled = name in (*(part.sub_configs or ()), "architectures", TRAINING)
+            if not settled and before.get(name) == after.get(name) != value:
+                setattr(native[path], name, copy.deepcopy(value))
 
 
 def _own_config(config: PreTrainedConfig, plan: SwapPlan) -> PreTrainedConfig:

@@ -112,6 +112,20 @@ def test_swapping_back_and_forth_leaves_nothing_behind(name: str, scheme: str, s
     assert snapshot(model) == before
 
 
+def test_settings_made_since_the_swap_stay_when_it_is_undone(tmp_path: Path) -> None:
+    model, length = build("gpt2"), build("gpt2").config.max_position_embeddings
+    patch_model(model, "rope", max_length=2 * LENGTH).resize_token_embeddings(model.config.vocab_size + 3)
+    model.config.pad_token_id, model.config.use_cache = 1, False
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path / "swapped")  # which names the class in config.architectures
+    vocabulary, expected = model.config.vocab_size, logits(unpatch_model(model), IDS)
+    assert (model.config.pad_token_id, model.config.use_cache) == (1, False)
+    assert (model.config._attn_implementation, model.config.max_position_embeddings) == ("eager", length)
+    assert model.config.vocab_size == vocabulary == len(model.transformer.wte.weight)
+    model.save_pretrained(tmp_path / "native")
+    assert gap(logits(type(model).from_pretrained(tmp_path / "native").eval(), IDS), expected) < 1e-5
+
+
 @pytest.mark.parametrize(("name", "scheme", "site"), SWAPS)
 def test_a_model_cast_while_swapped_comes_back_cast(name: str, scheme: str, site: Any) -> None:
     model, other = build(name), build(name)
