@@ -70,6 +70,10 @@ def set_blend(model: nn.Module, weight: float) -> None:
 def finish_blend(model: M, *, max_length: int | None = None) -> M:
     """Keep only the new mechanism, with its trained parameters, frozen ones frozen, and return the model.
 
+    An optimizer continues to train the parameters of the new mechanism, which stay the same objects. A learned table is
+    a new parameter if its number of rows changes (another `max_length`, or rows before position 0): make the optimizer
+    anew.
+
     Args:
         model: a model whose blend has weight 1, in each stack that has one.
         max_length: positions it is meant for afterwards, in tokens; None: as in `patch_model`.
@@ -106,8 +110,11 @@ def finish_blend(model: M, *, max_length: int | None = None) -> M:
             "What works: model = model.merge_and_unload(), and finish_blend(model) then."
         )
     learned = {
-        key: stored(module, name).detach().clone().requires_grad_(getattr(module, name).requires_grad)
-        for key, (module, name) in _new_tensors(target, plan).items()
+        key: tensor
+        if tensor is stored(*holder)
+        else stored(*holder).detach().clone().requires_grad_(tensor.requires_grad)
+        for key, holder in _new_tensors(target, plan).items()
+        for tensor in [getattr(*holder)]  # itself, as an optimizer may hold it, unless it is offloaded
     }
     training = training_of(target.config)
     unpatch_model(model)
@@ -182,9 +189,13 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[nn.Module, str]]
 
 
 def _fill(into: dict[str, tuple[nn.Module, str]], values: dict[str, torch.Tensor]) -> None:
+    """Put `values` into modules: parameters of the same shape themselves, which an optimizer goes on training."""
     with torch.no_grad():
         for key, value in values.items():
             tensor = getattr(*into[key])
+            if isinstance(value, nn.Parameter) and value.shape == tensor.shape and not tensor.is_meta:
+                setattr(*into[key], value)
+                continue
             rows = tensor if tensor.shape == value.shape else tensor[-len(value) :]  # others are before position 0
             rows.copy_(value)
             tensor.requires_grad_(value.requires_grad)

@@ -300,3 +300,25 @@ def test_its_end_keeps_the_record_of_its_training() -> None:
         assert swap_plan(model).adaptation.startswith(adaptation)
         training = training_of(model.config)
         assert (training is not None and training.is_of(swap_plan(model).record)) == (length == LENGTH)
+
+
+@pytest.mark.parametrize("new", [Kerple(), Alibi(learned=True), Learned(extend="reinit")], ids=str)
+def test_an_optimizer_trains_the_new_mechanism_after_the_end(new: Scheme) -> None:
+    model = patch_model(build("gpt2"), Blend(new=new, weight=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    finish_blend(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+
+
+def test_settings_made_during_a_blend_stay_after_the_end(tmp_path: Path) -> None:
+    model = patch_model(build("gpt2"), Blend(new=Rope()))
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    model.config.pad_token_id = 1
+    set_blend(model, 1.0)
+    finish_blend(model, max_length=2 * LENGTH)
+    assert model.config.pad_token_id == 1
+    hf_posswap.save(model, tmp_path / "model")
+    assert gap(logits(hf_posswap.load(tmp_path / "model"), IDS), logits(model, IDS)) == 0
