@@ -15,12 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from hf_posswap.compat.peft_wrappers import is_saved_with_adapter, watch_adapters
 from hf_posswap.compat.transformers_loading import undoing_what_has_an_inverse
 from hf_posswap.errors import CheckpointError, MissingDependencyError, NotPatchedError, UnsupportedSwapError
 from hf_posswap.patching.apply.applied import applied_swap
+from hf_posswap.patching.edits.removed_table import holds
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.adapter_marks import SIDECAR, base_of, refuse_misfit
 from hf_posswap.patching.record.training import NAME as TRAINING
@@ -31,6 +33,7 @@ from hf_posswap.utils.atomic_io import read_object, shown, write_json
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 from hf_posswap.utils.threads import ignored_warnings
 from hf_posswap.utils.untrusted import read_bounded_json
+from hf_posswap.utils.weight_shapes import weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -306,8 +309,14 @@ def _is_trained(base: PreTrainedModel, path: str, module: nn.Module) -> bool:
     """Return whether `module` has, or may get, other values than the swap alone put there."""
     if any(parameter.requires_grad for parameter in module.parameters()):
         return True
-    if lies_on_disk(base):  # as it was loaded
-        return False
+    if lies_on_disk(base):  # as it was loaded, or trained since and then frozen
+        trained = False
+        for file in weight_files(Path(base.name_or_path or "/nowhere")) or ():
+            with safe_open(file, framework="pt") as weights:
+                names = {f"{path}.{name}": p for name, p in module.named_parameters() if not p.is_meta}
+                known = names.keys() & set(weights.keys())
+                trained |= not all(holds(names[name], weights.get_tensor(name)) for name in known)
+        return trained
     learned_edits, swap = (AddMechanism, ReplaceTable, BlendTable), applied_swap(base)
     edit, saved = next(
         (edit, saved) for edit, saved in swap.done() if isinstance(edit, learned_edits) and edit.path == path

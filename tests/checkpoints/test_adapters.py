@@ -221,6 +221,21 @@ def test_trained_positions_are_never_lost(tmp_path: Path) -> None:
             hf_posswap.save(wrapped, tmp_path / str(scheme) / "lost")
 
 
+@pytest.mark.parametrize(("scheme", "module"), [("kerple", "posswap"), ("learned", "wpe")])
+def test_positions_trained_before_the_adapter_are_not_lost(scheme: str, module: str, tmp_path: Path) -> None:
+    """Trained alone in a first stage, and frozen when PEFT wraps the model: the base on the disk does not have them."""
+    hf_posswap.save(patch_model(build("gpt2"), scheme, max_length=2 * LENGTH), tmp_path / "base")
+    wrapped = peft.get_peft_model(hf_posswap.load(tmp_path / "base"), lora("gpt2"))
+    half = peft.get_peft_model(hf_posswap.load(tmp_path / "base").bfloat16().float(), lora("gpt2"))
+    for name, model in (("same", wrapped), ("half", half)):  # rounded, but not trained
+        model.save_pretrained(tmp_path / name)
+    with torch.no_grad():
+        next(p for name, p in wrapped.named_parameters() if f".{module}." in name).flatten()[0] += 1e-3
+    with pytest.raises(CheckpointError, match=rf"transformer\.{module}: trained position parameters"):
+        wrapped.save_pretrained(tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
+
+
 @pytest.mark.parametrize("scheme", ["learned:extend=reinit + kerple", "learned + rope", "sinusoidal + rope"])
 def test_a_table_beside_another_mechanism_is_trained_proved_and_taken_back(scheme: str) -> None:
     model = patch_model(build("gpt2"), scheme)
