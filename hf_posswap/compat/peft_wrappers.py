@@ -293,9 +293,9 @@ def watch_adapters(
 ) -> None:
     """Have three functions called where PEFT's models save themselves, and load adapters.
 
-    Touches `PeftModel.save_pretrained`, `.from_pretrained` and `.load_adapter` by the names of their arguments, and
-    `unexpected_keys` of what the last one returns, kept as `LEFT_OVER` (peft 0.18 to 0.21). Without it an adapter that
-    PEFT, TRL or a Trainer saves says nothing of the swap of its base.
+    Touches `PeftModel.save_pretrained`, `.from_pretrained` and `.load_adapter` by the names of their arguments,
+    `is_prompt_learning` of a config, and `unexpected_keys` of what the last one returns, kept as `LEFT_OVER` (peft 0.18
+    to 0.21). Without it an adapter that PEFT, TRL or a Trainer saves says nothing of the swap of its base.
 
     Args:
         module: `peft.peft_model`.
@@ -323,7 +323,10 @@ def watch_adapters(
         given = arguments[load].bind(self, *args, **kwargs).arguments
         loading(self, Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
         result = load(self, *args, **kwargs)
-        vars(self)[LEFT_OVER] = tuple(getattr(result, "unexpected_keys", ()))
+        left_over = tuple(getattr(result, "unexpected_keys", ()))
+        if self.peft_config[given["adapter_name"]].is_prompt_learning:  # PEFT takes prompts, which are not in the base
+            left_over = tuple(name for name in left_over if name.startswith("base_model."))
+        vars(self)[LEFT_OVER] = left_over
         return result
 
     @functools.wraps(begin)

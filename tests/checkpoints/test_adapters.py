@@ -326,6 +326,20 @@ def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
     assert gap(logits(second, IDS), logits(model, IDS)) == 0
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT passes prefixes so
+@pytest.mark.parametrize("scheme", ["rope", "t5"])
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig", "PromptEncoderConfig"])
+def test_prompts_are_loaded_with_their_base(kind: str, scheme: str, tmp_path: Path) -> None:
+    hf_posswap.save(patch_model(build("gpt2"), scheme, max_length=2 * LENGTH), tmp_path / "base")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(hf_posswap.load(tmp_path / "base"), config).eval()
+    model.save_pretrained(tmp_path / "prompts")
+    expected = logits(model, IDS)
+    assert gap(logits(hf_posswap.load(tmp_path / "prompts").eval(), IDS), expected) < 1e-5
+    base = hf_posswap.load(tmp_path / "base")
+    assert gap(logits(load_adapter(base, tmp_path / "prompts").eval(), IDS), expected) < 1e-5
+
+
 def test_an_adapter_of_another_model_in_a_folder_below_is_left_alone(tmp_path: Path) -> None:
     below = tmp_path / "adapter" / "older"
     peft.get_peft_model(build("gpt2"), lora("gpt2")).save_pretrained(below)
