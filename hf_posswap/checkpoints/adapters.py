@@ -8,7 +8,7 @@ onto the unswapped one silently. The weights carry the record too (`patching/rec
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -129,19 +129,25 @@ def save_with_swap(model: PreTrainedModel, folder: Path) -> None:
     write_sidecars(inner, folder)
 
 
-def write_sidecars(model: PreTrainedModel, folder: Path) -> None:
+def write_sidecars(model: PreTrainedModel, folder: Path, adapters: Collection[str] | None = None) -> None:
     """Write the sidecar next to the config of each adapter of `model` in `folder`, if its base is swapped.
 
     Where the base was swapped after it had been loaded, the adapter config no longer names it: whatever loads the
     adapter without hf_posswap would put it on the unswapped base. Its value is then an instruction and not a valid
     name, so that loading fails with it in the error.
+
+    Args:
+        model: a PEFT model, or a transformers model with adapters.
+        folder: that they were saved to.
+        adapters: names of those that were; None: all.
     """
     if not is_swapped(model):
         return
     base = swapped_base(model)
     on_disk = lies_on_disk(base)
-    names = getattr(model, "peft_config", None) or ()  # any other folder below is not of this save
-    for path in [folder / ADAPTER_CONFIG, *(folder / name / ADAPTER_CONFIG for name in names)]:
+    names = (getattr(model, "peft_config", None) or ()) if adapters is None else adapters
+    above = [folder / ADAPTER_CONFIG] if adapters is None or "default" in adapters else []
+    for path in [*above, *(folder / name / ADAPTER_CONFIG for name in names)]:  # others are not of this save
         if not path.is_file():
             continue
         refuse_changed_base(base)

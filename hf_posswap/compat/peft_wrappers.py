@@ -288,7 +288,7 @@ def watch_own_adapters(
 def watch_adapters(
     module: ModuleType,
     saving: Callable[[PreTrainedModel, bool], None],
-    saved: Callable[[PreTrainedModel, Path], None],
+    saved: Callable[[PreTrainedModel, Path, list[str] | None], None],
     loading: Callable[[nn.Module, Path], None],
 ) -> None:
     """Have three functions called where PEFT's models save themselves, and load adapters.
@@ -301,7 +301,8 @@ def watch_adapters(
         module: `peft.peft_model`.
         saving: before it is saved, given the PEFT model and whether PEFT converts the weights to those of another
             initialization (PiSSA, OLoRA, ...); it may raise.
-        saved: afterwards, in the process that writes, given the folder as well.
+        saved: afterwards, in the process that writes, given the folder as well, and the names of the adapters that
+            were saved; None: all.
         loading: before an adapter is put on a model, given that model, PEFT's or not, and the adapter's folder or Hub
             id, its subfolder appended; it may raise.
     """
@@ -315,11 +316,11 @@ def watch_adapters(
         saving(self, given.get("path_initial_model_for_weight_conversion") is not None)
         out = save(self, *args, **kwargs)
         if given.get("is_main_process", True):
-            saved(self, Path(given["save_directory"]))
+            saved(self, Path(given["save_directory"]), given.get("selected_adapters"))
         return out
 
     @functools.wraps(load)
-    def _load(self: nn.Module, *args: object, **kwargs: object) -> object:
+    def _load(self: Any, *args: object, **kwargs: object) -> object:
         given = arguments[load].bind(self, *args, **kwargs).arguments
         loading(self, Path(given["model_id"], given.get("kwargs", {}).get("subfolder") or ""))
         result = load(self, *args, **kwargs)

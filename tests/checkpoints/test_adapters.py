@@ -326,6 +326,19 @@ def test_several_adapters_each_have_a_sidecar(tmp_path: Path) -> None:
     assert gap(logits(second, IDS), logits(model, IDS)) == 0
 
 
+def test_adapters_that_are_not_saved_again_keep_their_sidecar(tmp_path: Path) -> None:
+    model = patch_model(build("gpt2"), Blend(new="alibi", weight=0.25))  # type: ignore[arg-type]
+    model = peft.get_peft_model(model, lora("gpt2"))
+    model.add_adapter("second", lora("gpt2"))
+    model.save_pretrained(tmp_path)
+    hf_posswap.set_blend(model, 0.5)
+    sidecars = {name: tmp_path / name / SIDECAR for name in ("", "second")}
+    for chosen, weights in ((["second"], (0.25, 0.5)), (["default"], (0.5, 0.5))):
+        model.save_pretrained(tmp_path, selected_adapters=chosen)
+        found = [json.loads(path.read_text())["record"]["scheme"]["weight"] for path in sidecars.values()]
+        assert tuple(found) == weights
+
+
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT passes prefixes so
 @pytest.mark.parametrize("scheme", ["rope", "t5"])
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig", "PromptEncoderConfig"])
