@@ -317,11 +317,12 @@ def _is_trained(base: PreTrainedModel, path: str, module: nn.Module) -> bool:
         return True
     if lies_on_disk(base):  # as it was loaded, or trained since and then frozen
         trained = False
+        whole = {f"{path}.{n}": p for n, p in module.named_parameters() if not (p.is_meta or hasattr(p, "placements"))}
         for file in weight_files(Path(base.name_or_path or "/nowhere")) or ():
             with safe_open(file, framework="pt") as weights:
-                names = {f"{path}.{name}": p for name, p in module.named_parameters() if not p.is_meta}
-                known = names.keys() & set(weights.keys())
-                trained |= not all(holds(names[name], weights.get_tensor(name)) for name in known)
+                stored = {name: weights.get_tensor(name) for name in whole.keys() & set(weights.keys())}
+            same_shape = {name: rows for name, rows in stored.items() if rows.shape == whole[name].shape}  # not sharded
+            trained |= not all(holds(whole[name], rows) for name, rows in same_shape.items())
         return trained
     learned_edits, swap = (AddMechanism, ReplaceTable, BlendTable), applied_swap(base)
     edit, saved = next(
