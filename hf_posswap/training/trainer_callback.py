@@ -15,8 +15,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_posswap.checkpoints.adapters import refuse_lost_positions
 from hf_posswap.checkpoints.load import set_as_trained
 from hf_posswap.errors import (
+    CheckpointError,
     NotPatchedError,
     NumericError,
     OptionError,
@@ -193,6 +195,8 @@ class PosswapCallback(TrainerCallback, ExportableState):
         **kwargs: object,
     ) -> None:
         """Prove the swap, before the first step and after a checkpoint is loaded."""
+        from accelerate.utils import extract_model_from_parallel
+
         if self._watch is not None:  # an earlier training may have been stopped in a step
             self._watch.detach()
         self.verification = self.first_loss = self.record = self._watch = None
@@ -203,6 +207,11 @@ class PosswapCallback(TrainerCallback, ExportableState):
         self._trained, saved = ref(inside), _saved_in(state) if state.global_step else {}
         self._refuse_another_swap(saved, inside, state.global_step)
         _warn_of_decay(inside, kwargs.get("optimizer"))
+        try:
+            if not is_sharded(inside):
+                refuse_lost_positions(extract_model_from_parallel(model, keep_torch_compile=False))
+        except CheckpointError as error:  # the user may mean to merge it at the end
+            warnings.warn(f"this adapter cannot be saved, nor can checkpoints: {error}", TrainingWarning, stacklevel=2)
         expected = first_loss_limit(inside, model) if self.max_first_loss is None else self.max_first_loss
         self._limit = math.inf if expected is None else expected
         self._watch = SequenceWatch(plan, None if plan is None else self.max_length or plan.max_length)

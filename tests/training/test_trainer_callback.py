@@ -525,6 +525,17 @@ def test_an_adapter_loads_with_its_swap_and_record(scheme: str, tmp_path: Path) 
         assert (training.what, training.base_weights) == ("lora", before)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_an_adapter_that_will_not_be_saved_is_known_before_the_first_step(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    model = patch_model(peft.get_peft_model(tiny("gpt2"), config), "kerple", max_length=4 * WINDOW)
+    with pytest.warns(TrainingWarning, match=r"cannot be saved, .*transformer\.posswap: trained position parameters"):
+        trainer(model, tmp_path, PosswapCallback(), max_steps=1, save_strategy="no").train()
+    with pytest.raises(CheckpointError, match="trained position parameters that are not part of the adapter"):
+        model.save_pretrained(tmp_path / "adapter")
+
+
 def test_two_processes_under_ddp_prove_and_count_alike(tmp_path: Path) -> None:
     def work() -> None:
         torch.set_num_threads(1)
