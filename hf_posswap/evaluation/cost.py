@@ -102,8 +102,9 @@ def _scores(model: PreTrainedModel, heads: int, rows: int, length: int, kernels:
     mechanisms = [module for module in model.modules() if isinstance(module, Mechanism)]
     planes = _SCORE_COPIES if rows < length else 0  # the mask with a cache
     pairs_at_once = [_pairs_at_once(m, model, rows, length) if kernels else rows * length for m in mechanisms]
+    on_cpu = model.device.type == "cpu"  # which computes a network's hidden layer for few pairs at once
     biases = [
-        (_bias_planes(m, model, heads), at_once)
+        (_SCORE_COPIES * heads + (0 if on_cpu else _MLP_COPIES * m.hidden_width), at_once)
         for m, at_once in zip(mechanisms, pairs_at_once, strict=True)
         if m.biases
     ]
@@ -139,15 +140,6 @@ def _merges(mechanism: Mechanism, model: PreTrainedModel, pairs: int) -> bool:
     if mechanism.regions is None or not mergeable(mechanism.regions):
         return False
     return all(region.size == 1 or pairs <= (MOST_CALLS * region.size) ** 2 for region in mechanism.regions)
-
-
-def _bias_planes(mechanism: Mechanism, model: PreTrainedModel, heads: int) -> int:
-    """Return the elements per query-key pair while the bias of `mechanism` is computed and added.
-
-    On a CPU, a network's hidden layer is computed for so few pairs at once that it is negligible.
-    """
-    inside = 0 if model.device.type == "cpu" else _MLP_COPIES * mechanism.hidden_width
-    return _SCORE_COPIES * heads + inside
 
 
 def _pairs_at_once(mechanism: Mechanism, model: PreTrainedModel, rows: int, length: int) -> int:

@@ -145,6 +145,8 @@ def training_need(
     head_half = 0 if head is None or half is None else head.weight.numel() * half.itemsize
     compared = (sizes.layers - 1) * last_states if teacher is not None and recipe.objective.distill.states else 0
     accumulates = recipe.training.gradient_accumulation_steps > 1
+    # most matrices are frozen, and do not keep their inputs
+    few_train = recipe.trainable.what != "full" if recipe.peft is None else recipe.peft.get("target_modules") is None
     is_tied = head is not None and head.weight is table
     logits = (_LOGITS if teacher is None else _TAUGHT_LOGITS) * min(chunk or tokens, tokens) * sizes.vocabulary * _FLOAT
     return TrainingNeed(
@@ -158,7 +160,7 @@ def training_need(
         + head_copies * head_gradient
         + _LOSS_STATES * last_states
         + (final if recomputes else 0),
-        activation_gradients=int((_FROZEN_WORKING if _is_frozen(recipe) else _WORKING) * saved.widest * tokens),
+        activation_gradients=int((_FROZEN_WORKING if few_train else _WORKING) * saved.widest * tokens),
         loss_gradients=(head_gradient if chunk else 0) + last_states,
         teacher=0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters()),
         targets=0 if teacher is None else compared + _relations(recipe, sizes, tokens, size),
@@ -166,13 +168,6 @@ def training_need(
         recomputes=recomputes,
         accumulates=accumulates,
     )
-
-
-def _is_frozen(recipe: Recipe) -> bool:
-    """Return whether most matrices are frozen, and do not keep their inputs."""
-    if recipe.peft is not None:
-        return recipe.peft.get("target_modules") is None
-    return recipe.trainable.what != "full"
 
 
 def _relations(recipe: Recipe, sizes: ConfigSizes, tokens: int, size: int) -> int:
