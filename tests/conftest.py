@@ -45,8 +45,8 @@ SLOW_EXAMPLES = (
 )
 """Examples in docstrings that are marked slow."""
 
-MANY = 8
-"""A run has a part of the cases of a test of so many and more; the others are slow and rotated."""
+MANY = 4
+"""A run has a part of the cases of a test of so many and more, at least one; the others are slow and rotated."""
 WHOLE = ("docs",)
 """Folders whose tests are run whole, as are those in no folder: what they hold to the rules may change anywhere."""
 PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -170,7 +170,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_other_parts(items: list[pytest.Function]) -> None:
-    """Mark the cases of large tests that are not of this run's part, which goes by a hash of names."""
+    """Mark the cases of large tests that are not of this run's part: every fourth or eighth in the order of a hash."""
     quarter = os.environ.get(QUARTER)
     if quarter == "all":
         return
@@ -179,12 +179,15 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
     part, parts = (0, 8) if quarter is None else (int(quarter), 4)
     left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
     daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_divided(item.path)]
-    counts = collections.Counter(item.nodeid.partition("[")[0] for item in daily)
+    cases = collections.defaultdict(list)
     for item in daily:
-        its_part = zlib.crc32(item.nodeid.encode()) // 2**16 % parts  # shares go by the remainder of the same hash
-        if counts[item.nodeid.partition("[")[0]] >= MANY and its_part != part:
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.rotated)
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for items_of_test in cases.values():
+        ordered = sorted(items_of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for number, item in enumerate(ordered if len(ordered) >= MANY else ()):
+            if number % parts != part:
+                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.rotated)
 
 
 def _is_divided(path: Path) -> bool:

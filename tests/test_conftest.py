@@ -146,7 +146,12 @@ def test_large(case):
     pass
 
 
-@pytest.mark.parametrize("case", range(7))
+@pytest.mark.parametrize("case", range(4))
+def test_large_of_four(case):
+    pass
+
+
+@pytest.mark.parametrize("case", range(3))
 def test_small(case):
     pass
 """
@@ -192,13 +197,15 @@ def test_four_quarters_are_every_case_of_a_large_test(tmp_path: Path) -> None:
     assert all("contract" in name and "large" in name for name in rest)
     assert any(name in eighth for name in found["0"] if "contract" in name and "large" in name)
     large = {quarter: [name for name in found[quarter] if "contract" in name and "large" in name] for quarter in "0123"}
-    assert all(large.values())
-    assert set().union(*large.values()) == {f"tests/contract/test_cases.py::test_large[{n}]" for n in range(40)}
-    assert sum(map(len, large.values())) == 40
+    few = {quarter: [name for name in names if "of_four" in name] for quarter, names in large.items()}
+    assert [len(names) for names in few.values()] == [1, 1, 1, 1]
+    assert few["0"][0] in eighth
+    assert {len(names) for names in large.values()} == {10 + 1}
+    assert len(set().union(*large.values())) == 40 + 4
     assert sorted(found["slow"]) == sorted(large["0"] + large["1"] + large["2"])  # the quarter before it was "3"
     others = [[name for name in found[quarter] if name not in large[quarter]] for quarter in "0123"]
     assert others[0] == others[1] == others[2] == others[3]
-    assert len(others[0]) == 7 + 40 + 7
+    assert len(others[0]) == 3 + 40 + 4 + 3
     assert sorted(found["all"]) == sorted(others[0] + [name for names in large.values() for name in names])
 
 
