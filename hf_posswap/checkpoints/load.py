@@ -174,6 +174,13 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str]
         raise CheckpointError(
             f"the weights of {str(source)!r} do not fit its config: missing {missing[:8]}, of another shape "
             f"{mismatched[:8]}, unknown {unexpected[:8]}."
+            + (
+                " The class that config.json names has them under other names (shared embeddings, for one), and "
+                "transformers would leave these random. What works: load without model_class, and take the part that "
+                "you need from there, by model.get_encoder() or model.get_decoder()."
+                if missing and required is not None
+                else ""
+            )
         )
 
 

@@ -10,19 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
+    AutoModelForTextEncoding,
+    BartForCausalLM,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    T5EncoderModel,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
 )
 
-from hf_posswap import patch_model, unpatch_model
+from hf_posswap import load, patch_model, unpatch_model
 from hf_posswap.errors import AlreadyPatchedError, CheckpointError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.model_class import native_class
+from hf_posswap.testing.tiny import tiny_model
 from tests.contract.pairs import Pair
 from tests.families import vision_models
 
@@ -168,3 +173,50 @@ def test_the_config_of_a_part_alone_is_refused_or_makes_a_stock_part_that_takes_
     _, tower, _ = whole_and_part("clip")
     with pytest.raises(CheckpointError, match="that hf_posswap swapped"):
         AutoModel.from_config(tower.config).load_state_dict(tower.state_dict())
+
+
+def t5(scheme: Any, folder: Path) -> Any:
+    whole = patch_model(tiny_model("T5ForConditionalGeneration", meta=False), scheme, max_length=64)
+    whole.save_pretrained(folder)
+    return whole
+
+
+@pytest.mark.parametrize("scheme", ["kerple", {"encoder": "alibi", "decoder": "rope"}, {"encoder": "alibi"}])
+def test_an_encoder_is_loaded_from_the_folder_of_the_whole_model_with_its_own_scheme(
+    scheme: Any, tmp_path: Path
+) -> None:
+    whole = t5(scheme, tmp_path / "whole")
+    expected = states(whole.get_encoder())
+    for part in (
+        load(tmp_path / "whole", model_class=T5EncoderModel),
+        AutoModelForTextEncoding.from_pretrained(tmp_path / "whole"),
+    ):
+        assert native_class(type(part)) is T5EncoderModel
+        assert list(part.config.posswap["stacks"]) == ["encoder"]
+        assert torch.equal(states(part.eval()), expected)
+    part.save_pretrained(tmp_path / "part")
+    assert torch.equal(states(load(tmp_path / "part").eval()), expected)
+
+
+def test_a_part_whose_stack_was_not_swapped_says_how_to_get_it(tmp_path: Path) -> None:
+    t5({"decoder": "alibi"}, tmp_path)
+    with pytest.raises(RecordError, match=r"only the encoder, which keeps its positions.*model\.get_encoder\(\)"):
+        load(tmp_path, model_class=T5EncoderModel)
+
+
+def test_a_decoder_whose_embeddings_the_folder_names_otherwise_says_how_to_get_it(tmp_path: Path) -> None:
+    patch_model(bart(), {"encoder": "learned", "decoder": "alibi"}, max_length=64).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"under other names.*without model_class.*model\.get_decoder\(\)"):
+        load(tmp_path, model_class=BartForCausalLM)
+    weights = load_file(tmp_path / "model.safetensors")
+    shared = weights["model.shared.weight"]
+    named = {name: shared.clone() for name in ("model.decoder.embed_tokens.weight", "lm_head.weight")}
+    save_file(weights | named, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    part = load(tmp_path, model_class=BartForCausalLM).eval()
+    assert torch.equal(states(part.model.decoder), states(load(tmp_path).eval().get_decoder()))
+
+
+def test_a_part_that_another_route_would_run_says_so(tmp_path: Path) -> None:
+    patch_model(bart(), {"encoder": "alibi", "decoder": "learned"}, max_length=64).save_pretrained(tmp_path)
+    with pytest.raises(RecordError, match="is a part of the model, and the rest decided the route"):
+        load(tmp_path, model_class=BartForCausalLM)

@@ -14,6 +14,7 @@ from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.compat.torch_tensors import make_fake_as, without_fake_mode
 from hf_posswap.compat.transformers_models import fill_weights, is_initialised, mark_initialised
 from hf_posswap.errors import NotPatchedError, RecordError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import is_removed
 from hf_posswap.families.rope_config import config_parts
 from hf_posswap.patching.apply.applied import (
@@ -334,11 +335,18 @@ def restore_swap(model: PreTrainedModel, record: SwapRecord) -> None:
         RecordError: this version of the package would apply a different swap than the recorded one.
     """
     with without_fake_mode():
-        plan = plan_swap(model, record.choice(), **record.arguments)
+        stacks = [stack.name for stack in locate(model).stacks]
+        plan = plan_swap(model, record.choice(stacks), **record.arguments)
         if plan.route != record.route:
+            is_part = len(plan.schemes) < len(record.stacks or plan.schemes)
             raise RecordError(
                 f"config.posswap records a {record.route} swap to {plan.named}, but here it would be {plan.route}: "
-                f"use the version of transformers that the checkpoint was made with."
+                + (
+                    f"{plan.model} is a part of the model, and the rest decided the route. Load the whole model by "
+                    "hf_posswap.load, and take its part from there, by model.get_encoder() or model.get_decoder()."
+                    if is_part
+                    else "use the version of transformers that the checkpoint was made with."
+                )
             )
         apply_plan(model, as_trained(plan, record, model.config))
     if not all(isinstance(scheme, Blend) for scheme in plan.schemes.values()):  # a blend holds the old mechanism too

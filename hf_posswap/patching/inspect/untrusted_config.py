@@ -29,6 +29,7 @@ from torch.nn.modules.module import (
 from hf_posswap.compat.transformers_loading import auto_mapping
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError
+from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
 from hf_posswap.patching.edits.settings import EditConfig, changed_settings
 from hf_posswap.patching.plan.adaptation import as_trained
@@ -220,7 +221,7 @@ def recorded_plan(
     try:
         with within(bounds or Bounds(), config), torch.device("meta"):
             skeleton = model_class(native_config(config))
-        plan = plan_swap(skeleton, record.choice(), **record.arguments)
+        plan = plan_swap(skeleton, record.choice([stack.name for stack in locate(skeleton).stacks]), **record.arguments)
     except (RecordError, CheckpointError):
         raise
     except Exception as error:  # a model class may raise anything for the original values in a record

@@ -13,7 +13,7 @@ import copy
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -284,15 +284,28 @@ class SwapRecord(ResultView):
         equal = (self.scheme, self.stacks, self.base_type) == (other.scheme, other.stacks, other.base_type)
         return equal and (self.make_scheme().kind != "table" or self.max_length == other.max_length)
 
-    def choice(self) -> Scheme | dict[str, Scheme]:
+    def choice(self, of: Collection[str] | None = None) -> Scheme | dict[str, Scheme]:
         """Return what `plan_swap` takes to do it again: the scheme, or those of the stacks.
 
+        Args:
+            of: the names of the stacks of the model to swap, which may be one part of the recorded model, such as
+                T5EncoderModel; None: all that are recorded.
+
         Raises:
-            RecordError: as `make_scheme` does.
+            RecordError: as `make_scheme` does; or the swap changed none of the stacks in `of`.
         """
         if self.stacks is None:
             return self.make_scheme()
-        return {name: replace(self, scheme=values, stacks=None).make_scheme() for name, values in self.stacks.items()}
+        names = [name for name in self.stacks if of is None or name in of]
+        if not names:
+            swapped, kept = " and ".join(self.stacks), " and ".join(name for name in of or () if name)
+            raise RecordError(
+                f"config.posswap records a swap of the {swapped}, and this class has only "
+                f"{f'the {kept}, which keeps its positions' if kept else 'a stack without a name'}: nothing is swapped "
+                "in it. What works: the whole model by hf_posswap.load, and its part from there, by "
+                "model.get_encoder() or model.get_decoder()."
+            )
+        return {name: replace(self, scheme=self.stacks[name], stacks=None).make_scheme() for name in names}
 
     def __post_init__(self) -> None:
         # here, so that a record which could not be read again is not written either
