@@ -176,6 +176,8 @@ class StackSpec:
         traits: how its attention differs from the conventions; None: it does not.
         image: how it turns an image into tokens; None: it reads text.
         position_source: what its stock class counts if it gets no position ids, or a function of the config.
+        cross: pattern of the cross-attention modules' paths, from the base model, if they are of the same class as the
+            self-attention; they have no positions, and stay. "": they have a class of their own, or there are none.
     """
 
     name: str
@@ -188,6 +190,7 @@ class StackSpec:
     traits: AttentionTraits | None = None
     image: ImageSpec | None = None
     position_source: PositionSource | SourceByConfig = "arange"
+    cross: str = ""
 
     def length_in(self, config: PreTrainedConfig) -> int | None:
         """Return the original length of a stock model of `config`, in tokens, or None."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _ATTENTION = "encoder.layer.*.attention.self"
+_CROSS = "encoder.layer.*.crossattention.self"
 _TABLE = "embeddings.position_embeddings"
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _LEARNED = TableSpec(_TABLE, buffers=_BUFFERS)
@@ -145,6 +146,7 @@ register(
                 _ATTENTION,
                 table=_LEARNED,
                 traits=AttentionTraits(_BERT_LIKE, causal=is_decoder),
+                cross=_CROSS,
             ),
         ),
     )
@@ -164,6 +166,7 @@ register(
                     causal=is_decoder,
                     heads=_attending_heads,
                 ),
+                cross=_CROSS,
             ),
         ),
     )
@@ -179,6 +182,7 @@ register(
                 _ATTENTION,
                 table=replace(_LEARNED, padded_to="block_size"),
                 traits=AttentionTraits(_BERT_LIKE, causal=is_decoder, closed=sees_blocks),
+                cross=_CROSS,
             ),
         ),
     )
@@ -256,6 +260,7 @@ register(
                     bounded=True,
                 ),
                 position_source="relative",
+                cross=_CROSS,
             ),
         ),
     )

@@ -51,7 +51,13 @@ REFUSED: dict[str, str] = {
     "beit": "its custom attention code adds a learned bias for each pair of patches to the scores",
     "dinov2_with_registers": "its register tokens come after its table, which has no rows for them",
     "blt": "four stacks of layers, over bytes and over patches, each have their own rotary module",
-    "encoder-decoder": "it combines two models of your choice: swap those, model.encoder and model.decoder",
+    **dict.fromkeys(
+        ("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"),
+        "it combines two models of your choice: swap those, model.encoder and model.decoder",
+    ),
+    "vision-text-dual-encoder": (
+        "it combines two models of your choice: swap those, model.vision_model and model.text_model"
+    ),
     "ibert": "its position table is quantised with the rest of its weights",
     "fnet": "it uses Fourier transforms instead of attention, and they see padding too",
     "git": "images precede its text without positions, and its attention is custom code",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,24 @@ def test_native_positions_that_come_back_are_noticed(kind: str) -> None:
         module.native_positions = True
     with pytest.raises(hf_posswap.errors.SwapVerificationError, match="native positions"):
         verify_swap(model)
+
+
+@pytest.mark.parametrize("name", ["RoFormerForCausalLM", "RemBertForCausalLM"])
+def test_a_decoder_whose_cross_attention_is_of_the_same_class_is_swapped_in_its_self_attention_alone(name: str) -> None:
+    native = tiny_model(name, meta=False, add_cross_attention=True)
+    model = copy.deepcopy(native)
+    if name == "RoFormerForCausalLM":
+        patch_model(model, "rope", layout="interleaved", site="attention")
+    else:  # no bias and no table
+        patch_model(model, "alibi", slopes=[1e-12] * 4)
+        native.base_model.embeddings.position_embeddings.weight.data.zero_()
+    shown = torch.ones(2, 7, dtype=torch.long)
+    shown[0, 4:] = 0
+    encoder = torch.linspace(-1, 1, 2 * 7 * 64).view(2, 7, 64)
+    given = {"input_ids": torch.randint(5, 90, (2, 20)), "encoder_attention_mask": shown}
+    with torch.no_grad():
+        expected = native(**given, encoder_hidden_states=encoder).logits
+        actual = model(**given, encoder_hidden_states=encoder).logits
+        hidden = torch.where(shown.bool()[..., None], encoder, 9.0)
+        assert torch.equal(model(**given, encoder_hidden_states=hidden).logits, actual)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)

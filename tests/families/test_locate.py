@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import SpeechEncoderDecoderConfig, VisionEncoderDecoderConfig, VisionTextDualEncoderConfig
 
 from hf_posswap import patch_model, unpatch_model
 from hf_posswap.errors import DuplicateNameError, UnsupportedModelError
@@ -146,6 +147,19 @@ def test_a_taken_name_is_refused() -> None:
 def test_a_named_model_type_goes_before_a_rule() -> None:
     assert family_of(TINY["gpt_neox"].config()).name == "gpt_neox"
     assert family_of(TINY["llama"].config()).name == "rotary"
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (VisionEncoderDecoderConfig, r"model\.encoder and model\.decoder"),
+        (SpeechEncoderDecoderConfig, r"model\.encoder and model\.decoder"),
+        (VisionTextDualEncoderConfig, r"model\.vision_model and model\.text_model"),
+    ],
+)
+def test_a_container_of_two_models_names_its_parts(config: Any, parts: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"two models of your choice: swap those, {parts}"):
+        family_of(config.__new__(config))
 
 
 @pytest.mark.parametrize(

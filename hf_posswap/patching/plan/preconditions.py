@@ -13,6 +13,7 @@ from torch import nn
 from hf_posswap.compat.torch_modules import kind_of_wrapper
 from hf_posswap.compat.transformers_models import tensor_parallel_size
 from hf_posswap.errors import AlreadyPatchedError, SchemeError, UnsupportedSwapError
+from hf_posswap.families.modules import matching
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.patching.record.model_class import is_part
 from hf_posswap.patching.record.record import native_config_class
@@ -81,7 +82,9 @@ def refuse_missed(model: nn.Module, sites: Sites) -> None:
     Raises:
         UnsupportedSwapError: names it.
     """
+    root = model.get_submodule(sites.base)
     listed = {model.get_submodule(path) for stack in sites.stacks for path in stack.attention}
+    listed |= {root.get_submodule(path) for stack in sites.stacks for path in matching(root, stack.spec.cross)}
     for stack in sites.stacks:
         types = {(type(model.get_submodule(path)), path.rpartition(".")[2]) for path in stack.attention}
         within = f"{stack.entry}." if stack.entry else ""
