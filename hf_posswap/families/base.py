@@ -120,6 +120,7 @@ class TableSpec:
         absent: maps a config to whether a model has no such table; None: all have it.
         padded_to: the config value with the number of tokens of which the model pads a text to a multiple before it
             reads the table, or a list of them, where nothing can be put inside its attention; "": it pads nothing.
+        embeds_padded_to: the same for a model that pads input ids too, but counts only the padding of `inputs_embeds`.
 
     Example:
         >>> TableSpec("embed_positions", offset=2).config_name
@@ -135,6 +136,7 @@ class TableSpec:
     computed: bool = False
     absent: Callable[[PreTrainedConfig], bool] | None = None
     padded_to: str = ""
+    embeds_padded_to: str = ""
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,9 @@ register(
             StackSpec(
                 "",
                 _ATTENTION,
-                table=TableSpec(_TABLE, offset="padding", config_counts_offset=True),
+                table=TableSpec(
+                    _TABLE, offset="padding", config_counts_offset=True, embeds_padded_to="attention_window"
+                ),
                 position_source="input_ids",
                 causal=False,
             ),

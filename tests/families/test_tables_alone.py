@@ -167,3 +167,16 @@ def test_a_table_ends_where_the_model_stops_padding_its_texts(kind: str, changes
     patch_model(model, "sinusoidal", max_length=length)
     ids = torch.randint(5, 90, (1, length - 1), generator=torch.Generator().manual_seed(2))
     assert logits(model, ids).isfinite().all()
+
+
+def test_longformer_pads_embeddings_to_its_window_and_the_padding_needs_rows() -> None:
+    model = tiny_model("LongformerForMaskedLM", meta=False, attention_window=8)
+    patch_model(model, "learned", max_length=50)
+    ids = torch.randint(5, 90, (1, 50), generator=torch.Generator().manual_seed(2))
+    assert logits(model, ids).isfinite().all()  # the padding of ids takes no row
+    embeddings = model.get_input_embeddings()(ids)
+    assert model(inputs_embeds=embeddings[:, :48]).logits.isfinite().all()
+    with pytest.raises(
+        PositionRangeError, match=r"56 positions \(inputs_embeds are padded to a multiple of 8\).* 50\."
+    ):
+        model(inputs_embeds=embeddings[:, :49])

@@ -165,6 +165,8 @@ def _guard(context: SwapContext, capacity: int | None) -> PlanDraft:
     stack = context.stack
     if capacity is None and not stack.buffers:
         return PlanDraft()
+    padded_to = "" if stack.spec.table is None else stack.spec.table.embeds_padded_to
+    blocks: Any = getattr(context.model.config, padded_to, 1) if padded_to else 1
     guard = GuardLength(
         site="embedding",
         path=stack.entry or "(model)",
@@ -177,6 +179,7 @@ def _guard(context: SwapContext, capacity: int | None) -> PlanDraft:
         first=stack.first_position,
         buffers=stack.buffers,
         length=context.length,
+        block=max(blocks) if isinstance(blocks, list | tuple) else blocks,
     )
     return PlanDraft(edits=[guard])
 

@@ -343,6 +343,7 @@ class LengthHook:
         first: the value of the model's `position_ids` for position 0.
         buffers: names, below the module, of buffers [1, P] with one entry a position; they grow as needed.
         signature: names of the module's positional arguments.
+        block: the module pads `inputs_embeds` to a multiple of this, and the padding takes positions.
     """
 
     model_name: str
@@ -351,11 +352,12 @@ class LengthHook:
     first: int
     buffers: tuple[str, ...]
     signature: list[str]
+    block: int
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = by_name(self.signature, args, kwargs)
         cache_argument = find_cache(args, kwargs)
-        length = _tokens(given) + _past(None if cache_argument is None else cache_argument[1])
+        length = _tokens(given, self.block) + _past(None if cache_argument is None else cache_argument[1])
         position_ids = given.get("position_ids")
         if position_ids is not None and not torch.compiler.is_compiling():
             too_many = self.capacity is not None and length > self.capacity and position_ids.device.type != "meta"
@@ -369,18 +371,23 @@ class LengthHook:
             return
         if length > self.capacity:
             raise PositionRangeError(
-                f"{self.model_name} was asked for {length} positions, but its position table ends at {self.capacity}. "
+                f"{self.model_name} was asked for {length} positions"
+                f"{f' (inputs_embeds are padded to a multiple of {self.block})' if self.block > 1 else ''}, but its "
+                f"position table ends at {self.capacity}. "
                 f"Extend the table when patching: patch_model(model, ..., max_length={length}), or swap to a scheme "
                 "without a table."
             )
 
 
-def _tokens(given: dict[str, Any]) -> int:
-    """Return L of the input ids [..., L] or embeddings [..., L, E] among the arguments; 0 if there are none."""
+def _tokens(given: dict[str, Any], block: int) -> int:
+    """Return L of the input ids [..., L] or embeddings [..., L, E] among the arguments; 0 if there are none.
+
+    The L of embeddings is rounded up to a multiple of `block`.
+    """
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     if ids is not None:
         return ids.shape[-1]
-    return 0 if embeddings is None else embeddings.shape[-2]
+    return 0 if embeddings is None else embeddings.shape[-2] + -embeddings.shape[-2] % block
 
 
 def _past(cache: Cache | None) -> int:
@@ -403,6 +410,7 @@ class GuardLength(AppliedAgain, TouchesNothing):
         first: the value of the model's `position_ids` for position 0.
         buffers: paths of buffers with one entry a position; they grow as needed.
         length: positions for which the buffers have room from the start.
+        block: the entry pads `inputs_embeds` to a multiple of this, and the padding takes positions.
     """
 
     entry: str
@@ -411,6 +419,7 @@ class GuardLength(AppliedAgain, TouchesNothing):
     first: int
     buffers: tuple[str, ...]
     length: int
+    block: int = 1
 
     def apply(self, model: PreTrainedModel, saved: Saved) -> None:
         length = self.length + self.offset
@@ -421,7 +430,9 @@ class GuardLength(AppliedAgain, TouchesNothing):
     def _watch(self, model: nn.Module, saved: Saved) -> None:
         entry = model.get_submodule(self.entry)
         below = tuple(path.removeprefix(self.entry).lstrip(".") for path in self.buffers)
-        hook = LengthHook(type(model).__name__, self.capacity, self.offset, self.first, below, entry_signature(entry))
+        hook = LengthHook(
+            type(model).__name__, self.capacity, self.offset, self.first, below, entry_signature(entry), self.block
+        )
         keep_hooks(saved, entry.register_forward_pre_hook(hook, with_kwargs=True))
 
     def undo(self, model: PreTrainedModel, saved: Saved) -> None:
