@@ -33,7 +33,7 @@ from hf_posswap.patching.sites.attention.forward_memo import (
     identity_of,
 )
 from hf_posswap.patching.sites.attention.function import ConfigView, register_attention
-from hf_posswap.patching.sites.attention.positions import check_fits, check_not_packed, counted, find_span
+from hf_posswap.patching.sites.attention.positions import check_fits, counted, find_span, looks_packed, refuse_packed
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.table import places_of
 from hf_posswap.schemes.mechanism import Mechanism
@@ -178,11 +178,12 @@ class StartHook:
         name: under which it does.
         memos: shared by the layers.
         signature: names of the module's positional arguments.
-        masks_by_index: whether the stack is causal and its stock class, told of position ids or not, goes by none.
+        masks_by_index: whether the stack is causal and its stock class, told of position ids or not, goes by none;
+            None: it takes ids, and the first packed documents show whether it masks by them.
     """
 
     def __init__(
-        self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str], *, masks_by_index: bool
+        self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str], *, masks_by_index: bool | None
     ) -> None:
         self.carried = CarriedModule(owner, name)
         self.memos, self.signature, self.masks_by_index = memos, signature, masks_by_index
@@ -204,12 +205,17 @@ class StartHook:
             )
         elif not takes:
             check_fits(position_ids, given)  # the model's code does not check
-        if by_caller and self.masks_by_index and position_ids is not None:
-            check_not_packed(type(module).__name__, position_ids, given)
+        may_be_packed = by_caller and self.masks_by_index is not False
+        packed = may_be_packed and position_ids is not None and looks_packed(position_ids, given)
         tells = position_ids is not None and takes and not by_caller and source == "mask"
         checkpoints = (getattr(child, "gradient_checkpointing", False) for child in module.modules())
         again = module.training and torch.is_grad_enabled() and any(checkpoints)
         self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
+        if packed:
+            memo = self.memos.of_thread()
+            memo.packed_for = type(module).__name__
+            if self.masks_by_index:
+                refuse_packed(memo, "eager", None)
         if not tells:
             return None
         return (), {**given, "position_ids": position_ids}  # it passes its ids on to its attention
@@ -275,7 +281,7 @@ class AddMechanism(PluginOnly, TouchesModule):
         memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
         signature = entry_signature(entry)
         goes_by_ids = "position_ids" in signature and not self.native_bias
-        masks_by_index = self.geometry.causal and not goes_by_ids
+        masks_by_index = None if self.geometry.causal and goes_by_ids else self.geometry.causal
         start = StartHook(owner, leaf, memos, signature, masks_by_index=masks_by_index)
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
         keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))

@@ -143,6 +143,8 @@ class ForwardMemo:
     """Whether a caller gave them, in the model's own count; otherwise they count from 0."""
     runs_again: bool = False
     """Whether layers run again in the backward."""
+    packed_for: str = ""
+    """The class that was given position ids of packed documents, until its mask is seen to keep them apart."""
     wrote_keys: bool = False
     """Whether a layer wrote changed keys into a cache, which other layers may read."""
     calls: int = 0

@@ -39,6 +39,7 @@ from hf_posswap.patching.sites.attention import backends, cached_keys
 from hf_posswap.patching.sites.attention.backends import Request
 from hf_posswap.patching.sites.attention.call import CALL_ARGUMENT, AttentionCall, is_causal
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
+from hf_posswap.patching.sites.attention.positions import refuse_packed
 from hf_posswap.patching.sites.attention.split_attention import attend_split
 from hf_posswap.schemes.common.piece import Keys
 from hf_posswap.schemes.mechanism import Mechanism, numbered
@@ -123,6 +124,7 @@ def posswap_attention(
     call.used = True
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
     name, attend = _named(call.memo, native)
+    refuse_packed(call.memo, name, attention_mask)
     if call.memo.drops_bias:
         kwargs.pop("position_bias", None)
     query, key = call.rotate(query, key)

@@ -252,17 +252,41 @@ def check_fits(position_ids: Tensor, given: dict[str, object]) -> None:
     )
 
 
-def check_not_packed(name: str, position_ids: Tensor, given: Mapping[str, object]) -> None:
-    """Check that `position_ids` are not those of packed documents without a mask, for a class that knows none.
+def looks_packed(position_ids: Tensor, given: Mapping[str, object]) -> bool:
+    """Return whether transformers takes `position_ids` for those of packed documents, which do not see each other.
 
-    transformers takes ids that begin anew, where there is no mask, for documents that do not see each other, and masks
-    them so where a class passes the ids to it. A class without position ids does not.
-
-    Raises:
-        UnsupportedSwapError: they begin anew, and there is no mask.
+    It does where they begin anew and no mask is among the arguments `given`; while a graph is traced nothing is known.
     """
     tells = isinstance(given.get("attention_mask"), Tensor) or torch.compiler.is_compiling()
-    if tells or torch.jit.is_tracing() or position_ids.shape[1] == 1 or not bool((position_ids.diff() <= 0).any()):
+    if tells or torch.jit.is_tracing() or position_ids.shape[1] == 1:
+        return False
+    return bool((position_ids.diff() <= 0).any())
+
+
+def refuse_packed(memo: ForwardMemo, implementation: str | None, mask: object) -> None:
+    """Refuse packed documents whose class masks them without their ids, so that they see each other.
+
+    Args:
+        memo: of the forward; it is asked once.
+        implementation: of attention; others than eager and sdpa have masks of their own.
+        mask: that the class made for its attention; None: a causal one.
+
+    Raises:
+        UnsupportedSwapError: a token sees another document.
+    """
+    name, position_ids = memo.packed_for, memo.given
+    if not name or position_ids is None:
+        return
+    memo.packed_for = ""
+    if memo.standing is not None or implementation not in ("eager", "sdpa"):
+        return  # with a cache transformers does not look for documents
+    documents = nn.functional.pad(position_ids.diff() <= 0, (1, 0)).cumsum(dim=1)
+    seen = documents[:, None, :, None] > documents[:, None, None, :]  # [B, 1, Q, K]: tokens of earlier documents
+    if isinstance(mask, Tensor):
+        if mask.dim() != 4 or mask.shape[-1] != seen.shape[-1]:
+            return
+        seen = seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+    if not bool(seen.any()):
         return
     raise UnsupportedSwapError(
         f"position_ids that begin anew were given to {name} without an attention_mask. transformers takes such ids for "
@@ -300,7 +324,8 @@ def counted(
         if keys is None or keys.shape[1] < length + (past if isinstance(past, int) else 0):
             return None
         shown = keys.index_select(1, index)
-        positions = keys.cumsum(dim=1) - 1 if source == "mask" else _behind_padding(keys)
+        behind_padding = torch.arange(keys.shape[1], device=keys.device) - (keys.cumsum(dim=1) == 0).sum(dim=1)[:, None]
+        positions = keys.cumsum(dim=1) - 1 if source == "mask" else behind_padding
         positions = positions.index_select(1, index)
     positions = positions.masked_fill(~shown, -1)
     return None if _is_plain(positions, index) else positions
@@ -323,12 +348,6 @@ def _shown_keys(mask: Tensor | None) -> Tensor | None:
         return mask.bool()
     shown = mask if mask.dtype == torch.bool else mask == 0
     return shown.any(dim=2)[:, 0]
-
-
-def _behind_padding(keys: Tensor) -> Tensor:
-    """Return the index of each key less those on the left that `keys` [B, K] does not show, [B, K]."""
-    padding = (keys.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)  # [B, 1]
-    return torch.arange(keys.shape[1], device=keys.device)[None] - padding
 
 
 def _is_plain(positions: Tensor, index: Tensor) -> bool:

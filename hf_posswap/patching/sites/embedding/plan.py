@@ -166,7 +166,7 @@ def _guard(context: SwapContext, capacity: int | None) -> PlanDraft:
     if capacity is None and not stack.buffers:
         return PlanDraft()
     padded_to = "" if stack.spec.table is None else stack.spec.table.embeds_padded_to
-    blocks: Any = getattr(context.model.config, padded_to, 1) if padded_to else 1
+    blocks = getattr(context.model.config, padded_to, 1) if padded_to else 1
     guard = GuardLength(
         site="embedding",
         path=stack.entry or "(model)",

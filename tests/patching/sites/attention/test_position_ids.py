@@ -124,6 +124,39 @@ def test_packed_documents_are_not_read_as_half_of_one_text(name: str, changes: d
             first(model, **given)
 
 
+@pytest.mark.parametrize("name", ["opt", "xglm", "biogpt", "openai-gpt"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_packed_documents_are_refused_where_a_class_takes_ids_and_makes_its_mask_without_them(
+    name: str, implementation: str
+) -> None:
+    model = tiny_model(name, meta=False)
+    model.set_attn_implementation(implementation)
+    given = {"input_ids": IDS, "position_ids": PACKED, "use_cache": False}
+    if name == "openai-gpt":
+        del given["use_cache"]  # it has none
+    first(model, **given)
+    patch_model(model, "alibi")
+    with pytest.raises(UnsupportedSwapError, match=r"begin anew were given to \w+ without an attention_mask.*What"):
+        first(model, **given)
+    first(model, **given, attention_mask=torch.ones_like(IDS))
+    first(model, **(given | {"position_ids": torch.arange(IDS.shape[1])[None]}))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neo", "ctrl", "gptj"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_packed_documents_stay_apart_where_a_class_masks_by_its_ids(name: str, implementation: str) -> None:
+    model = tiny_model(name, meta=False)
+    if name != "ctrl":  # it has its own attention
+        model.set_attn_implementation(implementation)
+    patch_model(model, "alibi")
+    starts = (PACKED[0].diff() <= 0).nonzero()[-1].item() + 1
+    others = torch.where(torch.arange(IDS.shape[1]) < starts, 7, IDS)
+    given = {"position_ids": PACKED, "use_cache": False}
+    assert (
+        gap(first(model, input_ids=IDS, **given)[:, starts:], first(model, input_ids=others, **given)[:, starts:]) == 0
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [("gpt2", "learned"), ("gpt2", "together"), ("gpt2", Blend(new=Alibi(), weight=0.5)), ("gpt2", "sinusoidal")],
