@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.compat.torch_tensors import make_fake_as, without_fake_mode
+from hf_posswap.compat.transformers_attention import IMPLEMENTATION, can_choose_attention
 from hf_posswap.compat.transformers_models import fill_weights, is_initialised, mark_initialised
 from hf_posswap.errors import NotPatchedError, RecordError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
@@ -284,26 +285,27 @@ def _undo(model: PreTrainedModel, swap: AppliedSwap, owner: nn.Module | None) ->
         edit.undo(model, saved)
     for back in swap.offloaded:
         back(model)
-    _keep_later_settings(model.config, swap)
+    _keep_later_settings(model, swap)
     _set_config(owner or model, model.config, swap.config)
     model.__dict__.pop("_posswap", None)
 
 
-def _keep_later_settings(current: PreTrainedConfig, swap: AppliedSwap) -> None:
-    """Write what was set in the `current` config since the swap, such as vocab_size, into the config before the swap.
+def _keep_later_settings(model: PreTrainedModel, swap: AppliedSwap) -> None:
+    """Write what was set in the config of `model` since the swap, such as vocab_size, into the config before the swap.
 
-    Values that the swap itself changed are left as they were, and so are the names of saved classes and the record of
-    a training.
+    Values that the swap itself changed are left as they were, and so are the names of saved classes, the record of
+    a training, and the attention implementation of a class that cannot choose one without the swap.
     """
     if swap.swapped_config is None:
         return
     native, swapped = config_parts(swap.config), config_parts(swap.swapped_config)
-    for path, part in config_parts(current).items():
+    fixed = () if can_choose_attention(model) else (IMPLEMENTATION,)
+    for path, part in config_parts(model.config).items():
         if path not in native or path not in swapped:
             continue
         before, after = dict(vars(native[path])), vars(swapped[path])
         for name, value in vars(part).items():
-            settled = name in (*(part.sub_configs or ()), "architectures", TRAINING)
+            settled = name in (*(part.sub_configs or ()), "architectures", TRAINING) or name.startswith(fixed)
             if not settled and before.get(name) == after.get(name) != value:
                 setattr(native[path], name, copy.deepcopy(value))
 
