@@ -352,7 +352,7 @@ class LengthHook:
     first: int
     buffers: tuple[str, ...]
     signature: list[str]
-    block: int
+    block: int = 1
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = by_name(self.signature, args, kwargs)
