@@ -280,14 +280,13 @@ def refuse_packed(memo: ForwardMemo, implementation: str | None, mask: object) -
     memo.packed_for = ""
     if memo.standing is not None or implementation not in ("eager", "sdpa"):
         return  # with a cache transformers does not look for documents
-    documents = nn.functional.pad(position_ids.diff() <= 0, (1, 0)).cumsum(dim=1)
-    seen = documents[:, None, :, None] > documents[:, None, None, :]  # [B, 1, Q, K]: tokens of earlier documents
+    rows, last = (position_ids.diff() <= 0).nonzero(as_tuple=True)  # the last token of each document but the final one
     if isinstance(mask, Tensor):
-        if mask.dim() != 4 or mask.shape[-1] != seen.shape[-1]:
+        if mask.dim() != 4 or mask.shape[-1] != position_ids.shape[1]:
             return
-        seen = seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
-    if not bool(seen.any()):
-        return
+        seen = mask[rows.clamp(max=len(mask) - 1), 0, last + 1, last]  # by the first token of the next document
+        if not bool((seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
+            return
     raise UnsupportedSwapError(
         f"position_ids that begin anew were given to {name} without an attention_mask. transformers takes such ids for "
         "packed documents, but this class makes its mask without them, so the documents would see each other. What "
