@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
 from hf_posswap.geometry import Geometry
@@ -103,6 +103,20 @@ class Scheme:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        kind = getattr(cls, "kind", None)  # a base of schemes may have none
+        acts = cls.mechanism is not Scheme.mechanism
+        if kind is not None and kind not in get_args(Kind):
+            raise SchemeError(
+                f"{cls.__name__}: kind is {kind!r}, expected one of {', '.join(map(repr, get_args(Kind)))}."
+            )
+        if acts and kind in ("none", "table") and cls.acts_inside is Scheme.acts_inside:
+            raise SchemeError(
+                f"{cls.__name__}: its mechanism would never be used, because kind is {kind!r}, which does not act inside "
+                "attention; expected kind 'bias' (adds to the scores), 'rotary' (rotates queries and keys), or an "
+                "acts_inside of its own."
+            )
+        if kind == "table" and cls.table_part is Scheme.table_part:
+            raise SchemeError(f"{cls.__name__}: kind is 'table', but it has no table_part; derive it from TableScheme.")
         add_inherited_fields(cls)  # help() of a scheme lists all its parameters
 
     @classmethod
@@ -237,9 +251,9 @@ class Scheme:
 
     def __str__(self) -> str:
         shown = ", ".join(
-            f"{f.name}={_shown(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) is not None
+            f"{field.name}={value if isinstance(value, Scheme) else repr(value)}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None
         )
         return f"{self.name}({shown})" if shown else self.name
 
@@ -249,10 +263,6 @@ def _plain(value: object) -> object:
     if isinstance(value, Scheme):
         return value.to_dict()
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _shown(value: object) -> str:
-    return str(value) if isinstance(value, Scheme) else repr(value)
 
 
 def make_scheme(scheme: Scheme | str | Mapping[Any, Any], /, **options: object) -> Scheme:

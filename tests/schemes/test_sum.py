@@ -363,6 +363,8 @@ class Wrong(Mechanism):
         self.distance_only = fault == "distances"
         self.slopes = torch.ones(4) if fault == "slopes" else None
         self.m = nn.Parameter(torch.ones((), dtype=torch.float32))
+        if fault == "one unused":
+            self.other = nn.Parameter(torch.ones((), dtype=torch.float32))
         if fault == "width":
             self.biases, self.rotates, self.head_dim = False, True, 3
 
@@ -372,6 +374,8 @@ class Wrong(Mechanism):
         bias = -m * distances.float() ** 2
         if self.fault == "heads":
             return bias.expand(-1, 3, -1, -1)
+        if self.fault == "nan gradient":  # the root of a distance of 0 has a slope of infinity, times 0
+            return -(m * distances.float().abs()).sqrt().expand(-1, 4, -1, -1)
         if self.fault == "nan":
             return bias.expand(-1, 4, -1, -1) * math.nan
         if self.fault == "raises":
@@ -380,6 +384,13 @@ class Wrong(Mechanism):
 
     def distance_bias(self, distances: Tensor) -> Tensor:
         return -distances.float().abs().expand(4, -1)
+
+
+class Unflagged(Wrong):
+    """A scale whose flag is not set."""
+
+    def scale(self, query_positions: Tensor) -> Tensor:
+        return query_positions.float()
 
 
 class WrongScheme(Scheme):
@@ -392,7 +403,22 @@ class WrongScheme(Scheme):
     fault = ""
 
     def mechanism(self, geometry: Any) -> Mechanism:
-        return Wrong(self.fault)
+        return Unflagged(self.fault) if self.fault == "scale" else Wrong(self.fault)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("biased", "Mine: kind is 'biased', expected one of 'rotary', 'bias', 'table', 'none', 'mixed'"),
+        ("none", "Mine: its mechanism would never be used, because kind is 'none'"),
+        ("table", "Mine: its mechanism would never be used, because kind is 'table'"),
+    ],
+)
+def test_a_kind_under_which_the_mechanism_would_not_act_is_refused(kind: str, says: str) -> None:
+    with pytest.raises(SchemeError, match=says):
+        type("Mine", (WrongScheme,), {"kind": kind})
+    with pytest.raises(SchemeError, match="derive it from TableScheme"):
+        type("Mine", (Scheme,), {"kind": "table"})
 
 
 @pytest.mark.parametrize(
@@ -404,7 +430,13 @@ class WrongScheme(Scheme):
         ("raises", r"bias of Wrong raises ZeroDivisionError: of a scheme"),
         ("distances", r"distance_bias of Wrong differs from `bias` by"),
         ("slopes", r"slopes of Wrong differs from `bias` by"),
-        ("gradient", r"its parameters of Wrong get no gradient"),
+        ("gradient", r"parameter m of Wrong gets no gradient"),
+        ("one unused", r"parameter other of Wrong gets no gradient"),
+        ("nan gradient", r"parameter m of Wrong gets a gradient of nan"),
+        (
+            "scale",
+            r"scale of Unflagged is never called, because scales is False, expected the class to set scales = True",
+        ),
         ("width", r"head_dim of Wrong is 3, expected the width of a head"),
     ],
 )

@@ -23,8 +23,8 @@ from hf_posswap.schemes.mechanism import Mechanism
 _QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
 """Positions of two rows; one query sees a key that comes later, as a mask may show it."""
 
-_PARTS = ("rotates", "splits", "scales", "biases")
-"""The flags of a mechanism that say which of its methods attention calls."""
+_PARTS = {"splits": "pieces", "rotates": "rotate_query", "scales": "scale", "biases": "bias"}
+"""The flags of a mechanism that say which of its methods attention calls, and a method that each announces."""
 
 _tried: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_tried", default=False)
 
@@ -48,7 +48,8 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
 
     Raises:
         SchemeError: a method raises, or returns a tensor of another shape or dtype than attention needs, nan, or
-            numbers that the mechanism's flags contradict; or its parameters get no gradient.
+            numbers that the mechanism's flags contradict; a method is written whose flag is not set; or a parameter
+            gets no gradient, or one that is not finite.
     """
     if _tried.get():
         return
@@ -77,27 +78,56 @@ class _Trial:
 
     def run(self) -> None:
         """Check every method that the mechanism's flags announce."""
+        self._refuse_unset_flags()
         outputs: list[Tensor] = []
         if self.mechanism.rotates:
             outputs += self._rotations()
         if self.mechanism.splits:
-            self._pieces()
+            outputs += self._pieces()
         if self.mechanism.scales:
             outputs += self._scales()
         if self.mechanism.biases:
             outputs += self._biases()
-        if self._learns() and outputs and not any(output.requires_grad for output in outputs):
-            raise self._wrong("its parameters", "get no gradient", "results that are computed from them")
+        self._check_gradients(outputs)
 
-    def _learns(self) -> bool:
-        """Return whether a parameter is trained that is in use: a blend at weight 0 uses none of its new mechanism."""
+    def _refuse_unset_flags(self) -> None:
+        """Refuse a method that attention would never call, because its flag was not set; a wrapper may pass on all."""
+        if sum(isinstance(module, Mechanism) for module in self.mechanism.modules()) > 1:
+            return
+        classes = type(self.mechanism).__mro__
+        own = classes[: classes.index(Mechanism)]
+        stated = set(vars(self.mechanism)).union(*map(vars, own))
+        for flag, method in _PARTS.items():
+            rotates_pieces = flag == "rotates" and self.mechanism.splits
+            if flag not in stated and not rotates_pieces and any(method in vars(cls) for cls in own):
+                raise self._wrong(
+                    method, f"is never called, because {flag} is False", f"the class to set {flag} = True"
+                )
+
+    def _check_gradients(self, outputs: list[Tensor]) -> None:
+        """Check the gradients of the parameters in use: a blend at weight 0 uses none of its new mechanism."""
         unused: set[int] = set()
         for inner in self.mechanism.modules():
             if not isinstance(inner, Mechanism) or inner is self.mechanism:
                 continue
             if not any(getattr(inner, part) and getattr(self.mechanism, part) for part in _PARTS):
                 unused.update(map(id, inner.parameters()))
-        return any(parameter.requires_grad and id(parameter) not in unused for parameter in self.mechanism.parameters())
+        named = self.mechanism.named_parameters()
+        used = {name: each for name, each in named if each.requires_grad and id(each) not in unused}
+        if not used or not outputs:
+            return
+        sums = [output.float().sum() for output in outputs if output.requires_grad]
+        gradients = torch.autograd.grad(sums, [*used.values()], allow_unused=True) if sums else [None] * len(used)
+        for name, gradient in zip(used, gradients, strict=True):
+            if gradient is None:
+                raise self._wrong(f"parameter {name}", "gets no gradient", "results that are computed from it")
+            if not bool(gradient.isfinite().all()):
+                seen = "nan" if bool(gradient.isnan().any()) else "inf"
+                raise self._wrong(
+                    f"parameter {name}",
+                    f"gets a gradient of {seen}, which the first step of training writes into it",
+                    "finite gradients at every distance, 0 and negative ones included",
+                )
 
     def _rotations(self) -> Iterator[Tensor]:
         g, size = self.geometry, self.mechanism.head_dim
@@ -116,7 +146,7 @@ class _Trial:
                 self._check("rotate_key", turned, [(2, g.num_kv_heads, 3, width)], dtype)
                 yield turned
 
-    def _pieces(self) -> None:
+    def _pieces(self) -> Iterator[Tensor]:
         g = self.geometry
         float32 = torch.float32  # while a model loads, the default is the dtype of its weights
         query = torch.randn(2, g.num_heads, len(_QUERIES[0]), g.head_dim, dtype=float32)
@@ -128,6 +158,7 @@ class _Trial:
                 except Exception as error:  # arbitrary code of a scheme
                     raise self._wrong("pieces", f"cannot {name}: {type(error).__name__}: {error}", "pieces") from error
                 self._check(f"{name} of a piece", turned, [tuple(raw.shape)])
+                yield turned
 
     def _scales(self) -> Iterator[Tensor]:
         for positions in (self.queries, self.queries[:1]):
@@ -167,6 +198,8 @@ class _Trial:
             return getattr(self.mechanism, method)(*arguments)
         except PosswapError:
             raise
+        except NotImplementedError as error:
+            raise self._wrong(method, f"is missing: {error}" if str(error) else "is missing", "a method") from error
         except Exception as error:  # arbitrary code of a scheme
             raise self._wrong(method, f"raises {type(error).__name__}: {error}", "a result") from error
 
