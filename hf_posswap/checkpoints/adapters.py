@@ -29,6 +29,7 @@ from hf_posswap.patching.record.training import NAME as TRAINING
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceTable, rows_name
 from hf_posswap.patching.tools.centring import CENTRED
+from hf_posswap.schemes.mechanism import building
 from hf_posswap.utils.atomic_io import read_object, shown, write_json
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 from hf_posswap.utils.threads import ignored_warnings
@@ -329,7 +330,8 @@ def _is_trained(base: PreTrainedModel, path: str, module: nn.Module) -> bool:
         (edit, saved) for edit, saved in swap.done() if isinstance(edit, learned_edits) and edit.path == path
     )
     if isinstance(edit, AddMechanism):
-        fresh = dict(edit.scheme.mechanism(edit.geometry).named_parameters())
+        with building():
+            fresh = dict(edit.scheme.mechanism(edit.geometry).named_parameters())
         return any(
             not torch.equal(p.detach().cpu(), fresh[n].detach().to(p.dtype)) for n, p in module.named_parameters()
         )

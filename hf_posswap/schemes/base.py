@@ -111,7 +111,7 @@ class Scheme:
             )
         if acts and kind in ("none", "table") and cls.acts_inside is Scheme.acts_inside:
             raise SchemeError(
-                f"{cls.__name__}: its mechanism would never be used, because kind is {kind!r}, which does not act inside "
+                f"{cls.__name__}: its mechanism would never be used, because kind {kind!r} does not act inside "
                 "attention; expected kind 'bias' (adds to the scores), 'rotary' (rotates queries and keys), or an "
                 "acts_inside of its own."
             )
@@ -418,8 +418,12 @@ def _from_dict(scheme: dict[str, object], options: dict[str, object]) -> tuple[s
         scheme = _from_rope_parameters(scheme)
     name = scheme.get("name")
     if not isinstance(name, str):
-        got = f"{brief_repr(scheme)}.{_did_you_mean(scheme)}"
-        raise SchemeError(f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {got}")
+        # a dict such as {"yarn": {"factor": 4}}
+        right = respelled(repr(scheme), known_schemes()) or next((key for key in scheme if key in SCHEMES), None)
+        raise SchemeError(
+            f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {brief_repr(scheme)}."
+            + ("" if right is None else f" Did you mean {right!r}?")
+        )
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
 
 
@@ -444,13 +448,6 @@ def registered_name(text: str) -> str:
     plain = re.sub(r"[-_\s]", "", name).lower()
     matches = [known for known in known_schemes() if re.sub("[-_]", "", known).lower() == plain]
     return f"{matches[0]}{colon}{fields}" if len(matches) == 1 else text
-
-
-def _did_you_mean(scheme: dict[str, object]) -> str:
-    """Return a hint with the correct spelling of the scheme that a dict such as {"yarn": {"factor": 4}} means."""
-    named = next((key for key in scheme if key in SCHEMES), None)
-    right = respelled(repr(scheme), known_schemes()) or named
-    return "" if right is None else f" Did you mean {right!r}?"
 
 
 def _from_text(text: str, options: dict[str, object]) -> tuple[str, dict[str, object]]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +46,26 @@ def numbered(tensor: Tensor) -> Any:
     return _OWNERS[int(tensor)]
 
 
+@contextmanager
+def building() -> Iterator[None]:
+    """Let a mechanism that is built inside the block have real float32 tensors on the CPU, also while a model loads.
+
+    A model loads on the meta device, in the dtype of its weights; a scheme's own constants are in no checkpoint.
+
+    Example:
+        >>> with torch.device("meta"), building():
+        ...     torch.ones(1)
+        tensor([1.])
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def by_head(scale: Tensor) -> Tensor:
     """Return what `Mechanism.scale` gave, [B or 1, Q] or [B or 1, H, Q], as [B or 1, H or 1, Q]."""
     return scale[:, None] if scale.dim() == 2 else scale
@@ -55,7 +77,8 @@ class Mechanism(nn.Module):
     A subclass sets the flags and overrides the methods that they announce. Learned parameters are ordinary
     `nn.Parameter`s of the subclass. Create them with dtype=torch.float32: they are loaded in the dtype in which they
     were created, whatever the checkpoint's. Constant tensors are plain attributes, never
-    buffers, so that `model.to(bfloat16)` leaves them in float32.
+    buffers, so that `model.to(bfloat16)` leaves them in float32; move them to the device of the positions where they
+    are used.
     """
 
     rotates: bool = False

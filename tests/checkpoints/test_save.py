@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hf_posswap
 from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import CheckpointError
+from hf_posswap.schemes import SCHEMES, Kind, Mechanism, Scheme
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.training.fresh import byte_tokenizer
 
@@ -460,3 +463,50 @@ def test_values_of_the_config_are_taken_as_from_pretrained_takes_them(scheme: st
     assert (causal.dtype, causal.config._attn_implementation) == (torch.bfloat16, "eager")
     with pytest.raises(CheckpointError, match="unexpected keyword argument 'nonsense'"):
         hf_posswap.load(tmp_path, nonsense=3)
+
+
+class Weighted(Mechanism):
+    """A bias with a constant, a parameter and a fallback value, all without a device or dtype."""
+
+    biases = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.tensor([0.1, 0.3])[:, None, None]
+        self.slope = nn.Parameter(torch.tensor(0.7))
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distance = (query_positions[:, None, :, None] - key_positions[:, None, None]).abs()
+        return torch.where(distance > 3, -9.1, 0.0) - self.slope * self.weights * distance
+
+
+@dataclass(frozen=True)
+class WeightedScheme(Scheme):
+    """The scheme of it."""
+
+    name: ClassVar[str] = "weighted"
+    summary: ClassVar[str] = "weighted distances"
+    source: ClassVar[str] = "https://example.org"
+    kind: ClassVar[Kind] = "bias"
+
+    def mechanism(self, geometry: Any) -> Mechanism:
+        return Weighted()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_constants_of_a_mechanism_are_as_written_while_a_model_loads(
+    dtype: torch.dtype, model: Any, tmp_path: Path
+) -> None:
+    ids = torch.arange(10)[None]
+    SCHEMES.add("weighted", WeightedScheme)
+    try:
+        hf_posswap.patch_model(hf_posswap.unpatch_model(model), "weighted")
+        loaded: Any = hf_posswap.load(hf_posswap.save(model, tmp_path / "saved"), dtype=dtype)
+    finally:
+        SCHEMES.remove("weighted")
+    actual, expected = (next(m for m in each.modules() if isinstance(m, Weighted)) for each in (loaded, model))
+    for name in ("weights", "slope"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name))
+        assert getattr(actual, name).dtype == torch.float32
+    if dtype == torch.float32:
+        assert torch.allclose(loaded.eval()(ids).logits, model.eval()(ids).logits, atol=1e-5)

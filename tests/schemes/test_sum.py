@@ -410,8 +410,8 @@ class WrongScheme(Scheme):
     ("kind", "says"),
     [
         ("biased", "Mine: kind is 'biased', expected one of 'rotary', 'bias', 'table', 'none', 'mixed'"),
-        ("none", "Mine: its mechanism would never be used, because kind is 'none'"),
-        ("table", "Mine: its mechanism would never be used, because kind is 'table'"),
+        ("none", "Mine: its mechanism would never be used, because kind 'none'"),
+        ("table", "Mine: its mechanism would never be used, because kind 'table'"),
     ],
 )
 def test_a_kind_under_which_the_mechanism_would_not_act_is_refused(kind: str, says: str) -> None:

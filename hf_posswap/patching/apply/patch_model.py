@@ -51,6 +51,7 @@ from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.function import register_attention
 from hf_posswap.patching.sites.embedding.table_edits import BlendedTable, BlendTable
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.mechanism import building
 from hf_posswap.utils.sentence_models import is_sentence_model
 
 if TYPE_CHECKING:
@@ -391,7 +392,7 @@ def _fresh_mechanism(model: PreTrainedModel, module: nn.Module, plan: SwapPlan) 
         if isinstance(edit, AddMechanism):
             carried = model.get_submodule(edit.path)
             if module is original_of(carried):  # PEFT wraps fully trained modules
-                with torch.device("cpu"):
+                with building():
                     return edit.scheme.mechanism(edit.geometry)
     return None
 

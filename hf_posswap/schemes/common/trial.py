@@ -18,7 +18,7 @@ from hf_posswap.compat.torch_tensors import without_fake_mode
 from hf_posswap.errors import PosswapError, SchemeError
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import Scheme
-from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism, building
 
 _QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
 """Positions of two rows; one query sees a key that comes later, as a mask may show it."""
@@ -55,7 +55,7 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
         return
     with (
         without_fake_mode(),
-        torch.device("cpu"),
+        building(),
         PrivateRandomness(0),
         parameters_as_given(),
         torch.inference_mode(mode=False),

@@ -36,7 +36,7 @@ from hf_posswap.patching.sites.attention.function import ConfigView, register_at
 from hf_posswap.patching.sites.attention.positions import check_fits, counted, find_span, looks_packed, refuse_packed
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.table import places_of
-from hf_posswap.schemes.mechanism import Mechanism
+from hf_posswap.schemes.mechanism import Mechanism, building
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -269,9 +269,9 @@ class AddMechanism(PluginOnly, TouchesModule):
     padding_id: int | None
 
     def apply(self, model: PreTrainedModel, saved: Saved) -> None:
-        mechanism, device = self.scheme.mechanism(self.geometry), device_of(model)
-        if device.type != "meta":
-            mechanism.to(device)
+        with building():
+            mechanism = self.scheme.mechanism(self.geometry)
+        mechanism.to(device_of(model))
         owner, leaf = owner_of(model, self.path)
         saved["added"] = True
         model.set_submodule(self.path, mechanism)
@@ -296,7 +296,8 @@ class AddMechanism(PluginOnly, TouchesModule):
     def check(self, model: PreTrainedModel) -> str | None:
         carried = model.get_submodule(self.path)
         mechanism = original_of(carried)
-        fresh = self.scheme.mechanism(self.geometry)
+        with building():
+            fresh = self.scheme.mechanism(self.geometry)
         if type(mechanism) is not type(fresh):
             return f"a {type(mechanism).__name__} is in the place of a {type(fresh).__name__}"
         actual, expected = _constants(mechanism), _constants(fresh)
