@@ -232,6 +232,7 @@ class SumMechanism(Mechanism):
             self.rotates, self.splits, self.head_dim = turning.rotates, turning.splits, turning.head_dim
             self.stores_rotated_keys, self.regions = turning.stores_rotated_keys, turning.regions
             self.keys_per_token, self.turns_on = turning.keys_per_token, turning.turns_on
+            self.splits_queries = turning.splits_queries
         self._biased = tuple(i for i, term in enumerate(terms) if term.biases)
         self._scaled = tuple(i for i, term in enumerate(terms) if term.scales)
         self.biases, self.scales = bool(self._biased), bool(self._scaled)

@@ -14,11 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import eager_mask
 
 import hf_posswap
-from hf_posswap import patch_model, plan_swap, swap_plan, unpatch_model, verify_swap
+from hf_posswap import patch_model, plan_swap, set_backend, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.patching.record.record import native_config
+from hf_posswap.patching.sites.attention.backends import backends_of
 from hf_posswap.plotting.positions.numbers import scores_by_distance, shown
 from hf_posswap.schemes import Alibi, Kerple, Learned, Mechanism, Native, Rope, Scheme, SSMax, Sum, make_scheme, native
 from hf_posswap.schemes.base import Kind
@@ -487,3 +488,13 @@ def test_a_layer_may_have_a_sum(name: str) -> None:
     patch_model(same, "rope + alibi")
     assert torch.allclose(logits(model, ids), logits(same, ids), atol=1e-5)
     assert verify_swap(model)
+
+
+def test_a_scheme_that_splits_queries_keeps_its_backends_in_a_sum() -> None:
+    geometry = locate(build("llama")).geometry
+    scheme = make_scheme("dynamic:follow=query,factor=8,original_length=8")
+    alone, added = (each.resolve(geometry, 64).mechanism(geometry) for each in (scheme, scheme + SSMax()))
+    assert backends_of(added) == backends_of(alone) == ("merge", "plain")
+    model, ids = patch_model(build("llama"), scheme + SSMax(), max_length=64), words(2, LENGTH)
+    plain = logits(set_backend(model, "plain"), ids)
+    assert torch.allclose(logits(set_backend(model, "merge"), ids), plain, atol=1e-4)
