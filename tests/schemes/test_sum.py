@@ -496,5 +496,6 @@ def test_a_scheme_that_splits_queries_keeps_its_backends_in_a_sum() -> None:
     alone, added = (each.resolve(geometry, 64).mechanism(geometry) for each in (scheme, scheme + SSMax()))
     assert backends_of(added) == backends_of(alone) == ("merge", "plain")
     model, ids = patch_model(build("llama"), scheme + SSMax(), max_length=64), words(2, LENGTH)
-    plain = logits(set_backend(model, "plain"), ids)
-    assert torch.allclose(logits(set_backend(model, "merge"), ids), plain, atol=1e-4)
+    plain = logits(model, ids)  # too short for another backend
+    set_backend(model, "merge")
+    assert torch.allclose(logits(model, ids), plain, atol=1e-4)
