@@ -118,7 +118,10 @@ class _Trial:
             return
         sums = [output.float().sum() for output in outputs if output.requires_grad]
         gradients = torch.autograd.grad(sums, [*used.values()], allow_unused=True) if sums else [None] * len(used)
+        by_layer = type(self.mechanism).for_layer is not Mechanism.for_layer  # others may use what these rows do not
         for name, gradient in zip(used, gradients, strict=True):
+            if gradient is None and by_layer and sums:
+                continue
             if gradient is None:
                 raise self._wrong(f"parameter {name}", "gets no gradient", "results that are computed from it")
             if not bool(gradient.isfinite().all()):
