@@ -294,8 +294,9 @@ def _undo(model: PreTrainedModel, swap: AppliedSwap, owner: nn.Module | None) ->
 def _keep_later_settings(model: PreTrainedModel, swap: AppliedSwap) -> None:
     """Write what was set in the config of `model` since the swap, such as vocab_size, into the config before the swap.
 
-    Values that the swap itself changed are left as they were, and so are the names of saved classes, the record of
-    a training, and the attention implementation of a class that cannot choose one without the swap.
+    Values that the swap itself changed are left as they were, and so are those that saving sets (the class's name, the
+    dtype), the record of a training, and the attention implementation of a class that cannot choose one without the
+    swap.
     """
     if swap.swapped_config is None:
         return
@@ -306,7 +307,7 @@ def _keep_later_settings(model: PreTrainedModel, swap: AppliedSwap) -> None:
             continue
         before, after = dict(vars(native[path])), vars(swapped[path])
         for name, value in vars(part).items():
-            settled = name in (*(part.sub_configs or ()), "architectures", TRAINING) or name.startswith(fixed)
+            settled = name in (*(part.sub_configs or ()), "architectures", "dtype", TRAINING) or name.startswith(fixed)
             if not settled and before.get(name) == after.get(name) != value:
                 setattr(native[path], name, copy.deepcopy(value))
 
