@@ -179,7 +179,7 @@ class StackSpec:
         image: how it turns an image into tokens; None: it reads text.
         position_source: what its stock class counts if it gets no position ids, or a function of the config.
         cross: pattern of the cross-attention modules' paths, from the base model, if they are of the same class as the
-            self-attention; they have no positions, and stay. "": they have a class of their own, or there are none.
+            self-attention; they have no positions, and stay. "": they are of another class, or there are none.
     """
 
     name: str

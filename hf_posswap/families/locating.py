@@ -256,11 +256,11 @@ def _table_offset(table: TableSpec, root: nn.Module) -> int:
 def _refuse_unclaimed(model: PreTrainedModel, sites: Sites, kept: list[str]) -> None:
     """Refuse a model with a rotary module or a position table that its family does not list."""
     claimed: set[nn.Module | None] = set()
-    learned = [name for path in sites.rotary for name, _ in model.get_submodule(path).named_parameters()]
+    learned = [join(path, name) for path in sites.rotary for name, _ in model.get_submodule(path).named_parameters()]
     if learned:
         raise UnsupportedModelError(
-            f"{who(model)}: its rotary module {sites.rotary[0]!r} has weights of its own ({', '.join(learned)}), which "
-            "change its angles; a swap of the rope parameters would drop them."
+            f"{who(model)}: weights change the angles of its rotary module ({', '.join(learned)}); a swap of the rope "
+            "parameters would drop them."
         )
     attention = tuple(f"{path}." for stack in sites.stacks for path in stack.attention)
     for stack in sites.stacks:

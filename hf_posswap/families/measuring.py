@@ -100,7 +100,7 @@ def causal_of(
     model: PreTrainedModel, config: PreTrainedConfig, root: nn.Module, spec: StackSpec, attention: list[str]
 ) -> bool:
     """Return whether a query sees only its past."""
-    if getattr(config, "is_causal", True) is False:  # transformers then makes a mask that shows both sides
+    if not getattr(config, "is_causal", True):  # transformers then makes a mask that shows both sides
         return False
     if spec.causal is not None:
         return spec.causal

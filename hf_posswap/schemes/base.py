@@ -112,8 +112,8 @@ class Scheme:
         if acts and kind in ("none", "table") and cls.acts_inside is Scheme.acts_inside:
             raise SchemeError(
                 f"{cls.__name__}: its mechanism would never be used, because kind {kind!r} does not act inside "
-                "attention; expected kind 'bias' (adds to the scores), 'rotary' (rotates queries and keys), or an "
-                "acts_inside of its own."
+                "attention; expected kind 'bias' (adds to the scores), 'rotary' (rotates queries and keys), or a "
+                "method acts_inside that says when it does."
             )
         if kind == "table" and cls.table_part is Scheme.table_part:
             raise SchemeError(f"{cls.__name__}: kind is 'table', but it has no table_part; derive it from TableScheme.")

@@ -20,7 +20,7 @@ from torch import nn
 from hf_posswap.compat.python_objects import can_be_suspended, self_of, stacks_of_threads
 from hf_posswap.compat.torch_modules import computes
 from hf_posswap.errors import ModelInUseError, UnsupportedSwapError
-from hf_posswap.patching.edits.continuous_batching import Refusal
+from hf_posswap.patching.edits.edit import Refusal
 from hf_posswap.patching.plan.plan_swap import unwrap
 
 F = TypeVar("F", bound=Callable[..., Any])

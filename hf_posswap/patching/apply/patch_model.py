@@ -302,12 +302,14 @@ def _keep_later_settings(model: PreTrainedModel, swap: AppliedSwap) -> None:
         return
     native, swapped = config_parts(swap.config), config_parts(swap.swapped_config)
     fixed = () if can_choose_attention(model) else (IMPLEMENTATION,)
-    for path, part in config_parts(model.config).items():
+    for path, current in config_parts(model.config).items():
         if path not in native or path not in swapped:
             continue
         before, after = dict(vars(native[path])), vars(swapped[path])
-        for name, value in vars(part).items():
-            settled = name in (*(part.sub_configs or ()), "architectures", "dtype", TRAINING) or name.startswith(fixed)
+        for name, value in vars(current).items():
+            settled = name in (*(current.sub_configs or ()), "architectures", "dtype", TRAINING) or name.startswith(
+                fixed
+            )
             if not settled and before.get(name) == after.get(name) != value:
                 setattr(native[path], name, copy.deepcopy(value))
 

@@ -7,10 +7,9 @@ errors, so unsupported models are refused before it starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.patching.edits.edit import Refusal
 from hf_posswap.schemes.mechanism import Mechanism
 
 if TYPE_CHECKING:
@@ -32,33 +31,10 @@ def needs_key_positions(mechanism: Mechanism) -> bool:
     return any(m.biases or m.splits or (m.rotates and not m.stores_rotated_keys) for m in mechanisms)
 
 
-@dataclass
-class Refusal:
-    """Replaces a method of a swapped model.
-
-    Attributes:
-        model: name of the model's class.
-        why: the reason for the refusal, as part of a sentence.
-        message: with the names of both in braces.
-    """
-
-    model: str
-    why: str = KEYS_UNKNOWN
-    message: str = REFUSED
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UnsupportedSwapError: always.
-        """
-        raise UnsupportedSwapError(self.message.format(model=self.model, why=self.why))
-
-
 def refuse_continuous_batching(model: nn.Module, why: str = KEYS_UNKNOWN) -> None:
     """Make `model` refuse continuous batching, for the reason `why`."""
     if hasattr(model, START):
-        setattr(model, START, Refusal(type(model).__name__, why))
+        setattr(model, START, Refusal(type(model).__name__, why, REFUSED))
 
 
 def allow_continuous_batching(model: nn.Module) -> None:

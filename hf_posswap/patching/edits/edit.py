@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 
+from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.sites import Sites, Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.base import Scheme, make_scheme
@@ -255,3 +256,26 @@ class PlanDraft:
             plugin=self.plugin or other.plugin,
             adaptation=self.adaptation or other.adaptation,
         )
+
+
+@dataclass
+class Refusal:
+    """Replaces a method of a swapped model.
+
+    Attributes:
+        model: name of the model's class.
+        why: the reason for the refusal, as part of a sentence.
+        message: with the names of both in braces.
+    """
+
+    model: str
+    why: str
+    message: str
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UnsupportedSwapError: always.
+        """
+        raise UnsupportedSwapError(self.message.format(model=self.model, why=self.why))

@@ -189,7 +189,7 @@ def _new_tensors(model: Any, plan: SwapPlan) -> dict[str, tuple[nn.Module, str]]
 
 
 def _fill(into: dict[str, tuple[nn.Module, str]], values: dict[str, torch.Tensor]) -> None:
-    """Put `values` into modules: parameters of the same shape themselves, which an optimizer goes on training."""
+    """Put `values` into modules: parameters of the same shape themselves, which an optimizer continues to train."""
     with torch.no_grad():
         for key, value in values.items():
             tensor = getattr(*into[key])

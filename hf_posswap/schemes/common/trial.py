@@ -95,11 +95,11 @@ class _Trial:
         if sum(isinstance(module, Mechanism) for module in self.mechanism.modules()) > 1:
             return
         classes = type(self.mechanism).__mro__
-        own = classes[: classes.index(Mechanism)]
-        stated = set(vars(self.mechanism)).union(*map(vars, own))
+        subclasses = classes[: classes.index(Mechanism)]
+        attributes = set(vars(self.mechanism)).union(*map(vars, subclasses))
         for flag, method in _PARTS.items():
             rotates_pieces = flag == "rotates" and self.mechanism.splits
-            if flag not in stated and not rotates_pieces and any(method in vars(cls) for cls in own):
+            if flag not in attributes and not rotates_pieces and any(method in vars(cls) for cls in subclasses):
                 raise self._wrong(
                     method, f"is never called, because {flag} is False", f"the class to set {flag} = True"
                 )

@@ -16,7 +16,8 @@ from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import CarriedModule, by_name, entry_signature, is_removed, owner_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.continuous_batching import (
-    Refusal,
+    KEYS_UNKNOWN,
+    REFUSED,
     allow_continuous_batching,
     needs_key_positions,
     refuse_continuous_batching,
@@ -33,7 +34,7 @@ from hf_posswap.patching.sites.attention.forward_memo import (
     identity_of,
 )
 from hf_posswap.patching.sites.attention.function import ConfigView, register_attention
-from hf_posswap.patching.sites.attention.positions import check_fits, counted, find_span, looks_packed, refuse_packed
+from hf_posswap.patching.sites.attention.positions import SEE_EACH_OTHER, check_fits, counted, find_span, looks_packed
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.table import places_of
 from hf_posswap.schemes.mechanism import Mechanism, building
@@ -113,7 +114,8 @@ class PositionHook:
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
         paged = cache is not None and is_paged_cache(cache)
         if paged and needs_key_positions(mechanism):
-            Refusal(type(module).__name__)()  # by another way than the model's own methods
+            # by another way than the model's own methods
+            raise UnsupportedSwapError(REFUSED.format(model=type(module).__name__, why=KEYS_UNKNOWN))
         own_cache = None if cache is None or paged else self_attention_cache(cache)
         keys = "rotated" if paged and mechanism.rotates else keys_of(own_cache, layer, mechanism, hidden)
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and keys == "raw")
@@ -207,15 +209,14 @@ class StartHook:
             check_fits(position_ids, given)  # the model's code does not check
         may_be_packed = by_caller and self.masks_by_index is not False
         packed = may_be_packed and position_ids is not None and looks_packed(position_ids, given)
+        if packed and self.masks_by_index:
+            raise UnsupportedSwapError(SEE_EACH_OTHER.format(name=type(module).__name__))
         tells = position_ids is not None and takes and not by_caller and source == "mask"
         checkpoints = (getattr(child, "gradient_checkpointing", False) for child in module.modules())
         again = module.training and torch.is_grad_enabled() and any(checkpoints)
         self.memos.begin(module, None if tells else position_ids, by_caller=by_caller, runs_again=again)
         if packed:
-            memo = self.memos.of_thread()
-            memo.packed_for = type(module).__name__
-            if self.masks_by_index:
-                refuse_packed(memo, "eager", None)
+            self.memos.of_thread().packed_for = type(module).__name__
         if not tells:
             return None
         return (), {**given, "position_ids": position_ids}  # it passes its ids on to its attention

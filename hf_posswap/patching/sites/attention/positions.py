@@ -32,8 +32,14 @@ from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import Cache, PreTrainedModel
 
+SEE_EACH_OTHER = (
+    "position_ids that begin anew were given to {name} without an attention_mask. transformers takes such ids for "
+    "packed documents, but this class makes its mask without them, so the documents would see each other. What works: "
+    "one document in each row, padded; for one text whose ids begin anew attention_mask=torch.ones_like(input_ids)."
+)
 ENTRY_ARGUMENT = "position_ids"
 """What the module that takes a stack's input calls them."""
 
@@ -263,13 +269,13 @@ def looks_packed(position_ids: Tensor, given: Mapping[str, object]) -> bool:
     return bool((position_ids.diff() <= 0).any())
 
 
-def refuse_packed(memo: ForwardMemo, implementation: str | None, mask: object) -> None:
+def refuse_packed(memo: ForwardMemo, implementation: str | None, mask: Tensor | BlockMask | None) -> None:
     """Refuse packed documents whose class masks them without their ids, so that they see each other.
 
     Args:
         memo: of the forward; it is asked once.
-        implementation: of attention; others than eager and sdpa have masks of their own.
-        mask: that the class made for its attention; None: a causal one.
+        implementation: of attention. Flash attention is given the ids of packed documents, where there are any.
+        mask: that the class made for its attention, [B or 1, H or 1, L, L], or a BlockMask; None: a causal one.
 
     Raises:
         UnsupportedSwapError: a token sees another document.
@@ -278,21 +284,19 @@ def refuse_packed(memo: ForwardMemo, implementation: str | None, mask: object) -
     if not name or position_ids is None:
         return
     memo.packed_for = ""
-    if memo.standing is not None or implementation not in ("eager", "sdpa"):
+    if memo.standing is not None or implementation not in ("eager", "sdpa", "flex_attention"):
         return  # with a cache transformers does not look for documents
     rows, last = (position_ids.diff() <= 0).nonzero(as_tuple=True)  # the last token of each document but the final one
+    seen: Tensor | None = None  # by the first token of the next document
     if isinstance(mask, Tensor):
         if mask.dim() != 4 or mask.shape[-1] != position_ids.shape[1]:
             return
-        seen = mask[rows.clamp(max=len(mask) - 1), 0, last + 1, last]  # by the first token of the next document
-        if not bool((seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
-            return
-    raise UnsupportedSwapError(
-        f"position_ids that begin anew were given to {name} without an attention_mask. transformers takes such ids for "
-        "packed documents, but this class makes its mask without them, so the documents would see each other. What "
-        "works: one document in each row, padded; for one text whose ids begin anew "
-        "attention_mask=torch.ones_like(input_ids)."
-    )
+        seen = mask[rows.clamp(max=len(mask) - 1), 0, last + 1, last]
+        seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+    elif mask is not None:
+        seen = mask.mask_mod(rows, torch.zeros_like(rows), last + 1, last)
+    if seen is None or bool(seen.any()):
+        raise UnsupportedSwapError(SEE_EACH_OTHER.format(name=name))
 
 
 def counted(

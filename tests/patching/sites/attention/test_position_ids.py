@@ -114,8 +114,8 @@ def test_packed_documents_are_not_read_as_half_of_one_text(name: str, changes: d
     one_text = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     heard = gap(first(model, **one_text, position_ids=PACKED), first(model, **one_text)) > CHANGE
     assert heard == (scheme != "nope")
-    for cached in (True, False):
-        given = {"input_ids": IDS, "position_ids": PACKED, "use_cache": cached}
+    for cache in ({"use_cache": True}, {"use_cache": False}, with_cache(model, transformers.DynamicCache())):
+        given = {"input_ids": IDS, "position_ids": PACKED, **cache}
         if not heard:
             with contextlib.suppress(UnsupportedSwapError):
                 assert gap(first(model, **given), first(model, **one_text)) < NOISE
@@ -124,8 +124,12 @@ def test_packed_documents_are_not_read_as_half_of_one_text(name: str, changes: d
             first(model, **given)
 
 
-@pytest.mark.parametrize("name", ["opt", "xglm", "biogpt", "openai-gpt"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, way) for name in ("opt", "xglm", "biogpt", "openai-gpt") for way in ("eager", "sdpa")]
+    + [("opt", "flex_attention")],
+)
 def test_packed_documents_are_refused_where_a_class_takes_ids_and_makes_its_mask_without_them(
     name: str, implementation: str
 ) -> None:
@@ -142,8 +146,12 @@ def test_packed_documents_are_refused_where_a_class_takes_ids_and_makes_its_mask
     first(model, **(given | {"position_ids": torch.arange(IDS.shape[1])[None]}))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neo", "ctrl", "gptj"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, way) for name in ("gpt2", "llama", "gpt_neo", "ctrl", "gptj") for way in ("eager", "sdpa")]
+    + [("llama", "flex_attention")],
+)
 def test_packed_documents_stay_apart_where_a_class_masks_by_its_ids(name: str, implementation: str) -> None:
     model = tiny_model(name, meta=False)
     if name != "ctrl":  # it has its own attention
