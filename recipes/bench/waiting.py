@@ -1,6 +1,6 @@
 """Latency of whole processes, compared with the same task in plain transformers (`recipes.bench.by_hand`).
 
-The first token of a swapped model, a short evaluation and a training of one step.
+The first token of a swapped model, a short evaluation, a training of one step, and a plan compared with the imports.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ TURNS = 3  # of seconds each
 BY_HAND, BEFORE = "by hand in transformers", "unpatched"
 COMMAND = (sys.executable, "-m", "hf_posswap")
 SCRIPT = (sys.executable, "-m", "recipes.bench.by_hand")
+IMPORTS = "importing torch and the model's class"
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Yield the first token of a model with 7B-sized layers, an evaluation and a training."""
+    """Yield the first token of a model with 7B-sized layers, an evaluation, a training, a plan and the help."""
     with tempfile.TemporaryDirectory() as folder:
         large = _saved(Path(folder) / "large", smoke)
         for scheme in ("yarn",) if smoke else ("yarn", "alibi"):
@@ -57,6 +58,11 @@ def cases(smoke: bool) -> Iterator[Case]:
             BY_HAND: lambda: _run(*SCRIPT, "train", SMALL, text, 128, fresh())(),
         }
         yield Case("posswap train of one step", ways, tolerance=None, repetitions=TURNS)
+        imports = _run(sys.executable, "-c", "import torch; from transformers import GPT2LMHeadModel")
+        ways = {"ours": _run(*COMMAND, "explain", SMALL, "alibi"), IMPORTS: imports}
+        yield Case("posswap explain MODEL alibi", ways, {IMPORTS: 1.15}, tolerance=None, repetitions=TURNS)
+        ways = {"ours": _run(*COMMAND, "--help"), IMPORTS: imports}
+        yield Case("posswap --help", ways, {IMPORTS: 0.1}, tolerance=None, repetitions=TURNS)
 
 
 def _saved(folder: Path, smoke: bool) -> Path:
@@ -91,6 +97,8 @@ def _run(*command: object) -> Callable[[], None]:
 
     def run() -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        # pip compiles what it installs; with this set, each run would compile the package anew
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = subprocess.run(
             [*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +197,24 @@ def test_a_model_that_no_family_describes(tmp_path: Path) -> None:
     result = explain(tmp_path)
     assert result.exit_code == 3
     assert "model type 'mamba' is not supported: its layers are recurrent" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_costs_little_more_than_the_imports_of_plain_transformers(llama: Path) -> None:
+    compiled = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+    def cpu_seconds(*arguments: str | Path) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], env=compiled, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    plans, imports, helps = [], [], []
+    for turn in range(9):  # other programs make a run slower, none makes it faster: the least times decide
+        plans.append(cpu_seconds("-m", "hf_posswap", "explain", llama, "alibi"))
+        imports.append(cpu_seconds("-c", "import torch; from transformers import LlamaForCausalLM"))
+        helps.append(cpu_seconds("-m", "hf_posswap", "--help"))
+        if turn > 1 and min(plans) <= 1.15 * min(imports) and min(helps) <= 0.1 * min(imports):
+            return
+    assert min(plans) <= 1.15 * min(imports), (plans, imports)
+    assert min(helps) <= 0.1 * min(imports), (helps, imports)
