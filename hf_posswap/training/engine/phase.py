@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import set_seed
+from transformers import TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 
 from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint, write_files
 from hf_posswap.compat.transformers_models import load_whole
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, TrainingError
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.scheme_values import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
@@ -104,6 +104,9 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         phase: of the recipe.
         run: its run.
         weights: the finished model of the previous phase.
+
+    Raises:
+        TrainingError: something stopped the training before its last step.
     """
     folder = run.folder / phase.name
     done = _finished(folder, run.identity)
@@ -130,11 +133,11 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     for callback in (watch, *_callbacks(phase, prepared, trainer, log)):
         trainer.add_callback(callback)
     checkpoint = trainer.newest_checkpoint()
-    # a stage that was done just before the process was interrupted stops at once
-    step = stage_done_at(checkpoint)
-    if step is not None:
-        trainer.args.max_steps = step
-        trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
+    if checkpoint is not None:
+        step = stage_done_at(TrainerState.load_from_json(str(checkpoint / "trainer_state.json")))
+        if step is not None:  # a stage that was done just before the process was interrupted stops at once
+            trainer.args.max_steps = step
+            trainer.train_dataset = prepared.data.steps(step, _rows(recipe, run))
     _resume_logs(trainer, checkpoint, folder, log, run)
     if checkpoint is not None:
         of = f" of {phase.name}" if phase.name else ""
@@ -143,13 +146,18 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         watch.close()
+    steps = trainer.state.global_step
+    if steps < trainer.args.max_steps and stage_done_at(trainer.state) is None:
+        raise TrainingError(
+            f"the training was asked to stop after step {steps} of {trainer.args.max_steps}, and is not finished (with "
+            f"training.enable_jit_checkpoint, SIGTERM asks for it). {trainer.last_good()} The same command resumes."
+        )
     prepared.model.config.use_cache = True  # the Trainer turned it off
     if recipe.swap.gradual_steps:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
         prepared.tokenizer.model_max_length = prepared.plan.max_length  # otherwise it truncates at the old length
     _write_model(trainer, prepared, folder, recipe, run)
-    steps = trainer.state.global_step
     result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), watch.seconds, log)
     if run.main:
         write_json(folder / DONE, {"identity": run.identity, "result": asdict(result)})

@@ -124,12 +124,9 @@ class StopWhenRecovered(TrainerCallback):
             control.should_training_stop = True
 
 
-def stage_done_at(checkpoint: Path | None) -> int | None:
-    """Return the step at which a stage was done, if `checkpoint` was written then; None: the stage resumes."""
-    if checkpoint is None:
-        return None
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    ends = [entry["step"] for entry in state.log_history if entry.get(ADVANCED)]
+def stage_done_at(state: TrainerState) -> int | None:
+    """Return the step of `state` if a stage was done there before its last step; None: it was not."""
+    ends = [int(entry["step"]) for entry in state.log_history if entry.get(ADVANCED)]
     return ends[-1] if ends and ends[-1] == state.global_step else None
 
 

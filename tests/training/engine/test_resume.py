@@ -24,7 +24,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from hf_posswap.adapting import nll_at_lengths
-from hf_posswap.errors import CheckpointError, TrainingWarning
+from hf_posswap.errors import CheckpointError, TrainingError, TrainingWarning
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.reading import merge
 from hf_posswap.training.engine import Finished, Services, run_recipe
@@ -141,6 +141,37 @@ def _timeless(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"with the libraries, [\d.]+ \w+, about [\d.]+ \w+", "with the libraries", value)
     return [_timeless(held) for held in value] if isinstance(value, list) else value
+
+
+def _run_until_told(wanted: Recipe) -> None:
+    from transformers.trainer_jit_checkpoint import CheckpointManager
+
+    CheckpointManager.__init__.__defaults__ = (0,)  # seconds that it waits after SIGTERM
+    try:
+        _run_silently(wanted)
+    except TrainingError as error:
+        (Path(wanted.out) / "error.txt").write_text(str(error), encoding="utf-8")
+
+
+def test_a_training_that_sigterm_ends_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, training={"max_steps": 12, "save_steps": 10, "enable_jit_checkpoint": True})
+    folder = Path(wanted.out)
+    process = forked.start(lambda: _run_until_told(wanted))
+    while process.is_alive() and logged(folder) < 3:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    checkpoint = checkpoints_in(folder / "checkpoints")[0]
+    assert 0 < step_of(checkpoint) < 10
+    message = (folder / "error.txt").read_text("utf-8")
+    assert re.search(r"asked to stop after step \d of 12, and is not finished", message)
+    assert f"{checkpoint.name}. The same command resumes" in message
+    assert not (folder / "done.json").exists()
+    assert not (folder / "model").exists()
+    done = run_recipe(wanted, MEASURING)
+    assert [phase["steps"] for phase in done.report["phases"]] == [12]
+    steps = [entry["step"] for entry in RunLog(folder / "log.jsonl").entries() if "loss" in entry]
+    assert steps == list(range(1, 13))
 
 
 @pytest.mark.slow
