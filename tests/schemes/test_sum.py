@@ -377,6 +377,9 @@ class Wrong(Mechanism):
             return bias.expand(-1, 3, -1, -1)
         if self.fault == "nan gradient":  # the root of a distance of 0 has a slope of infinity, times 0
             return -(m * distances.float().abs()).sqrt().expand(-1, 4, -1, -1)
+        if self.fault in ("keys", "queries", "rows"):
+            seen = {"keys": key_positions.max(), "queries": query_positions.max(), "rows": len(query_positions)}
+            bias = bias / (1 + seen[self.fault])
         if self.fault == "nan":
             return bias.expand(-1, 4, -1, -1) * math.nan
         if self.fault == "raises":
@@ -385,6 +388,20 @@ class Wrong(Mechanism):
 
     def distance_bias(self, distances: Tensor) -> Tensor:
         return -distances.float().abs().expand(4, -1)
+
+
+class Turning(Mechanism):
+    """A rotation by the distance from the first token of the call."""
+
+    rotates, head_dim = True, 16
+
+    def prepare(self, positions: Tensor, length: Tensor) -> Any:
+        return ((positions - positions.min()) % 2 == 0)[:, None, :, None]
+
+    def rotate_query(self, query: Tensor, prepared: Any) -> Tensor:
+        return torch.where(prepared, query, -query)
+
+    rotate_key = rotate_query
 
 
 class Unflagged(Wrong):
@@ -404,6 +421,8 @@ class WrongScheme(Scheme):
     fault = ""
 
     def mechanism(self, geometry: Any) -> Mechanism:
+        if self.fault == "turning":
+            return Turning()
         return Unflagged(self.fault) if self.fault == "scale" else Wrong(self.fault)
 
 
@@ -438,6 +457,10 @@ def test_a_kind_under_which_the_mechanism_would_not_act_is_refused(kind: str, sa
             "scale",
             r"scale of Unflagged is never called, because scales is False, expected the class to set scales = True",
         ),
+        ("keys", r"bias of Wrong differs from itself by .*, expected the same for a query and a key, whatever the others"),
+        ("queries", r"bias of Wrong differs from itself by"),
+        ("rows", r"bias of Wrong differs from itself by"),
+        ("turning", r"rotate_query of Turning differs from itself by .*, expected the same for a token"),
         ("width", r"head_dim of Wrong is 3, expected the width of a head"),
     ],
 )

@@ -26,6 +26,9 @@ _QUERIES, _KEYS = ((0, 1, 5), (2, 3, 6)), ((0, 1, 2, 5), (0, 2, 3, 6))
 _PARTS = {"splits": "pieces", "rotates": "rotate_query", "scales": "scale", "biases": "bias"}
 """The flags of a mechanism that say which of its methods attention calls, and a method that each announces."""
 
+_OTHERS = "whatever the others"
+"""Without which a cached forward, or one of fewer rows, would differ from a full one."""
+
 _tried: contextvars.ContextVar[bool] = contextvars.ContextVar("posswap_tried", default=False)
 
 
@@ -141,13 +144,15 @@ class _Trial:
             for positions, length in ((self.queries, lengths), (self.queries[:1], lengths[:1])):
                 query, key = (torch.randn(2, heads, 3, size).to(dtype) for heads in (g.num_heads, g.num_kv_heads))
                 prepared = self._called("prepare", positions, length)
-                turned = self._called("rotate_query", query, prepared)
-                self._check("rotate_query", turned, [query.shape], dtype)
-                yield turned
-                turned = self._called("rotate_key", key, prepared)
+                last = self._called("prepare", positions[:, -1:], length)  # as a step of decoding asks for it
                 width = size * self.mechanism.keys_per_token
-                self._check("rotate_key", turned, [(2, g.num_kv_heads, 3, width)], dtype)
-                yield turned
+                for method, raw, wide in (("rotate_query", query, size), ("rotate_key", key, width)):
+                    turned = self._called(method, raw, prepared)
+                    self._check(method, turned, [(2, raw.shape[1], 3, wide)], dtype)
+                    if dtype == torch.float32 and self.scheme.traits.prefix_consistent:
+                        alone = self._called(method, raw[:, :, -1:], last)
+                        self._agree(method, alone, turned[:, :, -1:], f"same for a token, {_OTHERS}", "itself")
+                    yield turned
 
     def _pieces(self) -> Iterator[Tensor]:
         g = self.geometry
@@ -171,7 +176,7 @@ class _Trial:
             self._check("scale", scale, [*((n, 3) for n in rows), *by_head])
             for i in range(3):  # as a step of decoding asks for it
                 alone = self._called("scale", positions[:, i : i + 1])
-                self._agree("scale", alone, scale[..., i : i + 1], "same for a position, whatever the others", "itself")
+                self._agree("scale", alone, scale[..., i : i + 1], f"same for a position, {_OTHERS}", "itself")
             yield scale
 
     def _biases(self) -> Iterator[Tensor]:
@@ -188,8 +193,12 @@ class _Trial:
                 self._agree("distance_bias", by_distance, bias, "bias of the same distances")
                 for i in (0, -1):
                     alone = self._called("distance_bias", distances.flatten()[i][None])
-                    expected = "same for a distance, whatever the others"
+                    expected = f"same for a distance, {_OTHERS}"
                     self._agree("distance_bias", alone, row[:, i, None], expected, "itself")
+            for i in range(3 if self.scheme.traits.prefix_consistent else 0):  # as a step of decoding asks for it
+                alone = self._called("bias", queries[-1:, i : i + 1], keys[-1:, : i + 1])
+                expected = f"same for a query and a key, {_OTHERS}"
+                self._agree("bias", alone, bias[-1:, :, i : i + 1, : i + 1], expected, "itself")
             slopes = self.mechanism.slopes
             if slopes is not None:
                 self._check("slopes", slopes, [(heads,)])
