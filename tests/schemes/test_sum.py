@@ -21,8 +21,21 @@ from hf_posswap.patching.inspect.paged import paged_problem
 from hf_posswap.patching.record.record import native_config
 from hf_posswap.patching.sites.attention.backends import backends_of
 from hf_posswap.plotting.positions.numbers import scores_by_distance, shown
-from hf_posswap.schemes import Alibi, Kerple, Learned, Mechanism, Native, Rope, Scheme, SSMax, Sum, make_scheme, native
-from hf_posswap.schemes.base import Kind
+from hf_posswap.schemes import (
+    Alibi,
+    Kerple,
+    Learned,
+    Mechanism,
+    Native,
+    PerLayer,
+    Rope,
+    Scheme,
+    SSMax,
+    Sum,
+    make_scheme,
+    native,
+)
+from hf_posswap.schemes.base import Kind, Traits
 from hf_posswap.testing.tiny import tiny_model
 from tests.checkpoints import fresh
 from tests.checkpoints.test_refusals import check_roads
@@ -457,7 +470,10 @@ def test_a_kind_under_which_the_mechanism_would_not_act_is_refused(kind: str, sa
             "scale",
             r"scale of Unflagged is never called, because scales is False, expected the class to set scales = True",
         ),
-        ("keys", r"bias of Wrong differs from itself by .*, expected the same for a query and a key, whatever the others"),
+        (
+            "keys",
+            r"bias of Wrong differs from itself by .*, expected the same for a query and a key, whatever the others",
+        ),
         ("queries", r"bias of Wrong differs from itself by"),
         ("rows", r"bias of Wrong differs from itself by"),
         ("turning", r"rotate_query of Turning differs from itself by .*, expected the same for a token"),
@@ -473,6 +489,28 @@ def test_a_part_that_would_break_a_forward_is_refused_by_its_name(
     with pytest.raises(SchemeError, match=says):
         patch_model(model, WrongScheme())
     assert list(model.state_dict()) == list(state)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "says"),
+    [
+        ("traits", property(lambda self: None), "traits of Mine gives None, expected a value of type Traits"),
+        ("traits", lambda self: Traits(), "traits of Mine gives <bound method .*, expected a value of type Traits"),
+        ("resolve", lambda *_: None, "resolve of Mine gives None, expected a value of type Scheme"),
+        (
+            "mechanism",
+            lambda *_: nn.Identity(),
+            "mechanism of Mine gives Identity.*, expected a value of type Mechanism",
+        ),
+        ("notes", lambda self: "one", "notes of Mine gives 'one', expected a value of type tuple"),
+        ("reach", lambda *_: 64.5, "reach of Mine gives 64.5, expected a value of type int"),
+    ],
+)
+def test_a_part_of_another_type_is_refused_by_its_name(part: str, value: Any, says: str) -> None:
+    mine: Any = type("Mine", (WrongScheme,), {part: value})
+    for scheme in (mine(), PerLayer(layers={0: mine()}, default=Alibi())) if part == "traits" else (mine(),):
+        with pytest.raises(SchemeError, match=says):
+            plan_swap(build("llama"), scheme)
 
 
 def test_a_picture_shows_what_native_stands_for_or_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.compat.torch_tensors import without_fake_mode
@@ -17,6 +18,7 @@ from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.adaptation import adaptation_of
 from hf_posswap.patching.plan.length_state import plan_length_state
 from hf_posswap.patching.plan.preconditions import (
+    all_in,
     refuse_length,
     refuse_missed,
     refuse_nested_swaps,
@@ -40,9 +42,11 @@ from hf_posswap.patching.sites.attention.plan import plan_attention, plan_longer
 from hf_posswap.patching.sites.attention.positions import plan_position_ids, plan_unclaimed_ids
 from hf_posswap.patching.sites.embedding.plan import fitted, plan_embedding, plan_saved_tables
 from hf_posswap.patching.sites.rotary.plan import plan_rotary
-from hf_posswap.schemes.base import Scheme, make_scheme, names_one_scheme, scheme_class
+from hf_posswap.schemes.base import Scheme, Traits, make_scheme, names_one_scheme, scheme_class
 from hf_posswap.schemes.blend import Blend
+from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.format import brief
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
@@ -106,7 +110,10 @@ def _planned(
     _refuse_config_of_decoder(model, sites)
     refuse_missed(model, sites)
     schemes = _resolved(model, sites, schemes_by_stack(scheme, sites, options), max_length)
-    length = max_length or max(_reach(resolved, sites, name) for name, resolved in schemes.items())
+    length = max_length or max(
+        resolved.reach(sites.stack(name).geometry) or sites.stack(name).geometry.original_length
+        for name, resolved in schemes.items()
+    )
     if length > LONGEST:
         raise SchemeError(
             f"{', '.join(map(str, schemes.values()))}: the model would be meant for {length} tokens; the maximum is "
@@ -157,18 +164,29 @@ def _resolved(
     """Return the schemes with their open parameters filled in, or refuse those that do not suit their stacks."""
     chosen = {name: with_native(model, sites.stack(name), scheme) for name, scheme in chosen.items()}
     for name, scheme in chosen.items():
+        for inner in reversed([*all_in(scheme)]):  # what combines schemes reads the traits of those inside it
+            _refuse_other_type(inner, "traits", inner.traits, Traits)
         refuse_other_input(model, sites.stack(name), scheme)
         refuse_two_sided(model, sites.stack(name), scheme)
         refuse_no_table(model, sites.stack(name), scheme)
     resolved = {name: scheme.resolve(sites.stack(name).geometry, max_length) for name, scheme in chosen.items()}
     for name, scheme in resolved.items():
+        geometry = sites.stack(name).geometry
+        _refuse_other_type(chosen[name], "resolve", scheme, Scheme)
+        _refuse_other_type(scheme, "notes", scheme.notes(), tuple | list)
+        _refuse_other_type(scheme, "reach", scheme.reach(geometry), int | None)
+        if scheme.acts_inside:
+            _refuse_other_type(scheme, "mechanism", scheme.mechanism(geometry), Mechanism)
         refuse_length(model, sites.stack(name), scheme, max_length)
     return resolved
 
 
-def _reach(scheme: Scheme, sites: Sites, stack: str) -> int:
-    geometry = sites.stack(stack).geometry
-    return scheme.reach(geometry) or geometry.original_length
+def _refuse_other_type(scheme: Scheme, part: str, value: object, expected: type | UnionType) -> None:
+    if not isinstance(value, expected):
+        raise SchemeError(
+            f"{scheme.name}: {part} of {type(scheme).__name__} gives {brief_repr(value)}, expected a value of type "
+            f"{getattr(expected, '__name__', expected)}. See hf_posswap.schemes.Scheme for what each method returns."
+        )
 
 
 def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: Mapping[str, object]) -> dict[str, Scheme]:
