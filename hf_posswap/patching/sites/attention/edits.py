@@ -182,12 +182,22 @@ class StartHook:
         signature: names of the module's positional arguments.
         masks_by_index: whether the stack is causal and its stock class, told of position ids or not, goes by none;
             None: it takes ids, and the first packed documents show whether it masks by them.
+        sides: the values of `is_causal` under which the scheme is what it was made to be; empty: any.
     """
 
+    sides: tuple[bool | None, ...] = ()
+
     def __init__(
-        self, owner: nn.Module, name: str, memos: ForwardMemos, signature: list[str], *, masks_by_index: bool | None
+        self,
+        owner: nn.Module,
+        name: str,
+        memos: ForwardMemos,
+        signature: list[str],
+        *,
+        masks_by_index: bool | None,
+        sides: tuple[bool | None, ...],
     ) -> None:
-        self.carried = CarriedModule(owner, name)
+        self.carried, self.sides = CarriedModule(owner, name), sides
         self.memos, self.signature, self.masks_by_index = memos, signature, masks_by_index
         self.carriers: list[str] = []
         """Paths of the attention modules that were given the scheme, in the module that takes the input."""
@@ -198,6 +208,14 @@ class StartHook:
         if not torch.compiler.is_compiling():
             bring_all(self.carried())
         given = by_name(self.signature, args, kwargs)
+        sides = given.get("is_causal", getattr(getattr(module, "config", None), "is_causal", None))
+        if self.sides and sides not in self.sides:
+            raise UnsupportedSwapError(
+                f"{type(module).__name__} was called with is_causal={sides}, of the call or of its config, and the "
+                f"scheme in it was made for is_causal={not sides}: its positions would be wrong. What works: leave "
+                f"is_causal as it was; or set config.is_causal = {sides} in the base model, and then call patch_model "
+                "with a scheme for what a token then sees."
+            )
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None
         if position_ids is None:
@@ -283,9 +301,23 @@ class AddMechanism(PluginOnly, TouchesModule):
         signature = entry_signature(entry)
         goes_by_ids = "position_ids" in signature and not self.native_bias
         masks_by_index = None if self.geometry.causal and goes_by_ids else self.geometry.causal
-        start = StartHook(owner, leaf, memos, signature, masks_by_index=masks_by_index)
+        at_swap = getattr(getattr(entry, "config", model.config), "is_causal", None)
+        sides = (None, at_swap, self.geometry.causal) if self._follows_causality(mechanism) else ()
+        start = StartHook(owner, leaf, memos, signature, masks_by_index=masks_by_index, sides=sides)
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
         keep_hooks(saved, entry.register_forward_hook(start.stop, always_call=True))
+
+    def _follows_causality(self, mechanism: Mechanism) -> bool:
+        """Return whether the scheme would be another, or none, if tokens saw the other side too, or only one."""
+        if self.scheme.traits.causal_only and self.geometry.causal:
+            return True
+        try:
+            with building():
+                other = self.scheme.mechanism(replace(self.geometry, causal=not self.geometry.causal))
+        except Exception:  # arbitrary code of a scheme
+            return True
+        here, there = _constants(mechanism), _constants(other)
+        return any(name not in there or not torch.equal(here[name].cpu(), there[name].cpu()) for name in here)
 
     def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         remove_hooks(saved)
@@ -305,8 +337,12 @@ class AddMechanism(PluginOnly, TouchesModule):
         wrong = [n for n in expected if n not in actual or not torch.equal(actual[n].cpu(), expected[n].cpu())]
         if wrong:
             return f"{', '.join(wrong)} of the mechanism changed"
-        started = start_hook(model, self.entry) is not None
-        return None if started else "the hook that separates forwards is missing"
+        start = start_hook(model, self.entry)
+        if start is None:
+            return "the hook that separates forwards is missing"
+        sides = getattr(model.config, "is_causal", None)
+        changed = bool(start.sides) and sides not in start.sides
+        return f"config.is_causal was set to {sides} after the swap" if changed else None
 
     def with_scheme(self, scheme: Scheme) -> Self:
         return replace(self, scheme=scheme)

@@ -120,7 +120,10 @@ def posswap_attention(
         kwargs["dropout"] = dropout
     call = kwargs.pop(CALL_ARGUMENT, None)
     if call is None:
-        raise _without_scheme(module)
+        raise PosswapError(
+            f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
+            f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
+        )
     call.used = True
     native = module.config.native if isinstance(module.config, ConfigView) else module.config
     name, attend = _named(call.memo, native)
@@ -165,13 +168,6 @@ def _named(memo: ForwardMemo, config: PreTrainedConfig) -> tuple[str | None, Att
     if memo.in_forward:
         memo.attends = config, name, attend
     return name, attend
-
-
-def _without_scheme(module: nn.Module) -> PosswapError:
-    return PosswapError(
-        f"{type(module).__name__} reached the {ATTENTION_NAME!r} attention function without a scheme. Do not set "
-        f"attn_implementation={ATTENTION_NAME!r}: use hf_posswap.patch_model, and 'sdpa' or 'eager' here."
-    )
 
 
 def _masks_by_head(call: AttentionCall, module: nn.Module, name: str | None, query: Tensor, key: Tensor) -> bool:

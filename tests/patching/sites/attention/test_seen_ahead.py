@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posswap import patch_model, plan_swap, set_backend
-from hf_posswap.errors import SchemeError, UnsupportedSwapError
+from hf_posswap import load, patch_model, plan_swap, set_backend, verify_swap
+from hf_posswap.errors import PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.schemes import SCHEMES, schemes_for
@@ -194,3 +195,42 @@ def test_a_decoder_that_sees_both_sides_by_its_config_is_swapped_as_an_encoder(i
     with torch.no_grad():  # at position 0 everywhere nothing rotates
         expected = oracle(IDS, attention_mask=bias, position_ids=torch.zeros_like(IDS)).last_hidden_state
         assert gap(model(IDS).last_hidden_state, expected) < NOISE
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("scheme", ["alibi", "kerple", "rope + alibi"])
+def test_a_call_for_both_sides_sees_what_a_mask_shows(scheme: str, implementation: str) -> None:
+    model = patch_model(build("llama"), scheme)
+    model.set_attn_implementation(implementation)
+    expected = read(model, attention_mask=torch.ones_like(CAUSAL))
+    assert gap(expected, read(model)) > CHANGE
+    assert gap(read(model, is_causal=False), expected) < NOISE
+    model.config.is_causal = False
+    assert gap(read(model), expected) < NOISE
+
+
+@pytest.mark.parametrize("scheme", ["t5", "xpos", "self_extend", "rope + t5", "per_layer"])
+def test_a_call_for_both_sides_is_refused_where_the_scheme_was_made_for_one(scheme: str, tmp_path: Path) -> None:
+    chosen: Any = {0: "t5", 1: "rope"} if scheme == "per_layer" else scheme
+    model = patch_model(build("llama"), chosen, max_length=64)
+    model.save_pretrained(tmp_path)
+    for one in (model, load(tmp_path)):
+        before = read(one)
+        with pytest.raises(UnsupportedSwapError, match="LlamaModel was called with is_causal=False.*leave is_causal"):
+            read(one, is_causal=False)
+        assert torch.equal(read(one, is_causal=True), before)
+        one.config.is_causal = False
+        with pytest.raises(UnsupportedSwapError, match="LlamaModel was called with is_causal=False"):
+            read(one)
+        with pytest.raises(PosswapError, match="config.is_causal was set to False after the swap"):
+            verify_swap(one)
+        del one.config.is_causal
+        assert torch.equal(read(one), before)
+
+
+def test_a_call_for_one_side_is_refused_where_the_scheme_was_made_for_both() -> None:
+    model = tiny_model("LlamaModel", meta=False)
+    model.config.is_causal = False
+    patch_model(model, "t5", init_std=1.0)
+    with pytest.raises(UnsupportedSwapError, match="was made for is_causal=False"), torch.no_grad():
+        model(IDS, is_causal=True)
