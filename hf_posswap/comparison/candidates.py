@@ -28,7 +28,7 @@ from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, u
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import make_scheme, names_one_scheme
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.digests import plain_parts
+from hf_posswap.utils.digests import code_digests, plain_parts
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import SWAP_OPTIONS
 from hf_posswap.utils.sentence_models import is_sentence_model
@@ -240,7 +240,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a hash of 32 hex digits over the weights and the config of `model`, including its swap.
+    """Return a hash of 32 hex digits over the weights and the config of `model`, its swap, and the code of own schemes.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -250,8 +250,10 @@ def fingerprint(model: PreTrainedModel) -> str:
         >>> fingerprint(model) == before
         False
     """
-    config = lasting_values(model.config)
+    config, record = lasting_values(model.config), getattr(model.config, "posswap", None) or {}
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    if own := code_digests(sorted({*(record.get("imports") or {}).values()})):
+        total.update(json.dumps(own).encode())
     unpack_4_bit_weights(model)
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Digests: of JSON lines and arrays, so that what was damaged is not believed, and of a model's weights."""
+"""Digests: of JSON lines and arrays, so that what was damaged is not believed, of a model's weights, and of code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping
+import sys
+import uuid
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,23 @@ def json_digest(value: object) -> str:
     """
     text = json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def code_digests(modules: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the source file of each of `modules`, which are imported, by their names.
+
+    Of a module without a file, such as a notebook, it is equal to no other: what was computed with it is not reused.
+
+    Example:
+        >>> code_digests(["json"]) == code_digests(["json"]), code_digests(["sys"]) == code_digests(["sys"])
+        (True, False)
+    """
+    digests = {}
+    for name in modules:
+        path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        code = path.read_bytes() if path.is_file() else uuid.uuid4().bytes
+        digests[name] = hashlib.sha256(code).hexdigest()[:16]
+    return digests
 
 
 def append_line(path: Path, entry: dict[str, object]) -> None:

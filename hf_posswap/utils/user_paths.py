@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -75,6 +76,8 @@ def without_folder(name: str | None) -> str | None:
 def import_module(name: str) -> ModuleType:
     """Import a module, once in a process, and return it: its decorators register what it defines.
 
+    What its code prints goes to standard error: on standard output may be JSON that a program reads.
+
     A file becomes a module of its name without .py, so that other processes, pickles and checkpoints find it again
     where its folder is on `PYTHONPATH`, or is the current one.
 
@@ -94,7 +97,8 @@ def import_module(name: str) -> ModuleType:
     """
     if not name.endswith(SUFFIX):
         try:
-            module = importlib.import_module(name)
+            with redirect_stdout(sys.stderr):
+                module = importlib.import_module(name)
         except Exception as error:  # somebody's own code may raise anything
             raise OptionError(
                 f"cannot import {name!r}: {type(error).__name__}: {said_by(error)}. Give a file that ends in .py, or a "
@@ -127,7 +131,8 @@ def _import_file(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[path.stem]
         if not isinstance(error, Exception):

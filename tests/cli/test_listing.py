@@ -341,10 +341,11 @@ def test_one_family_is_shown_with_where_its_positions_live() -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before the command", "behind it"])
 def test_the_command_imports_a_file_with_schemes(before: bool, tmp_path: Path, posswap: Posswap) -> None:
     path = tmp_path / "schemes_of_a_test.py"
-    path.write_text((ROOT / "tests" / "toys" / "of_functions.py").read_text())
+    path.write_text((ROOT / "tests" / "toys" / "of_functions.py").read_text() + '\nprint("of the file")\n')
     given, command = ("--import", str(path)), ("schemes", "window-bias", "--json")
     run = posswap(*given, *command) if before else posswap(*command, *given)
     assert run.returncode == 0, run.stderr
     assert [field["name"] for field in json.loads(run.stdout)["fields"]] == ["window", "toll"]
+    assert run.stderr == "of the file\n"
     refused = posswap(*command)
     assert (refused.returncode, refused.stderr.startswith("error: unknown scheme 'window-bias'")) == (2, True)

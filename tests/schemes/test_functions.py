@@ -17,11 +17,15 @@ import torch
 
 import hf_posswap
 from hf_posswap import patch_model, plan_swap, swap_plan, verify_swap
+from hf_posswap.comparison.candidates import fingerprint
 from hf_posswap.errors import DuplicateNameError, OptionError, RecordError, SchemeError
 from hf_posswap.patching.record.record import SwapRecord
 from hf_posswap.schemes import SCHEMES, bias, make_scheme, native, query_scale, rotation
 from hf_posswap.schemes.base import TERMS, known_schemes
 from hf_posswap.training.config import load_recipe
+from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.engine.checkpoints import differences, identity_of
+from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.user_paths import import_module
 from tests.checkpoints import fresh
 from tests.contract.models import build
@@ -367,6 +371,48 @@ def test_a_recipe_imports_a_file_beside_it(own_file: Path) -> None:
     assert load_recipe(recipe).imports == (str(own_file),)
     assert SCHEMES.get("window-bias")(window=3).window == 3  # type: ignore[call-arg]
     assert import_module(str(own_file)) is sys.modules[own_file.stem], "once in a process"
+
+
+def edited(own_file: Path) -> Any:
+    """Import the file with another formula, as the next process would."""
+    own_file.write_text(own_file.read_text().replace("return -toll *", "return -2 * toll *"))
+    del sys.modules[own_file.stem]
+    forget()
+    return import_module(str(own_file))
+
+
+def test_what_was_measured_of_a_scheme_is_not_taken_for_its_edited_code(own_file: Path) -> None:
+    import_module(str(own_file))
+    model, rope = (patch_model(build("gpt2"), scheme) for scheme in ("window-bias", "rope"))
+    before, of_package = fingerprint(model), fingerprint(rope)
+    own_file.touch()
+    assert fingerprint(model) == before
+    edited(own_file)
+    assert fingerprint(patch_model(build("gpt2"), "window-bias")) != before
+    assert fingerprint(rope) == of_package
+
+
+@pytest.mark.parametrize("imports", [True, False], ids=["by the recipe", "by the command"])
+def test_a_training_is_another_one_where_the_code_of_its_scheme_was_edited(
+    imports: bool, own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_module(str(own_file))
+    recipe = own_file.with_name("mine.yaml")
+    recipe.write_text(
+        "model: {name: gpt2}\nswap: {scheme: 'rope + window-bias:window=3'}\n"
+        + ("imports: [schemes_of_a_test.py]\n" if imports else "")
+    )
+    before = identity_of(load_recipe(recipe), Launch(1))
+    (own_file.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(own_file.parent / "elsewhere")  # the same training from another working directory
+    there = load_recipe("../mine.yaml")
+    assert identity_of(there, Launch(1)) == before
+    Path("recipe.json").write_text(json.dumps(to_dict(there)))  # as a run leaves it, in a folder of its own
+    assert identity_of(load_recipe("recipe.json"), Launch(1)) == before
+    edited(own_file)
+    assert [key for key, *_ in differences(before, identity_of(load_recipe(recipe), Launch(1)))] == [
+        "code.schemes_of_a_test"
+    ]
 
 
 def test_what_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

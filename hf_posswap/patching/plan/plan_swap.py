@@ -364,16 +364,20 @@ def _record(contexts: list[SwapContext], draft: PlanDraft) -> SwapRecord:
         original={path: config_at(main.model.config, path) for path in draft.values},
         stacks=stacks if main.stack.name else None,
         relative=main.relative,
-        imports=_foreign_modules(stacks) or None,
+        imports=foreign_modules(stacks) or None,
     )
 
 
-def _foreign_modules(value: object) -> dict[str, str]:
-    """Return the modules of other packages that register the schemes in `value`, by the name of the scheme."""
+def foreign_modules(value: object) -> dict[str, str]:
+    """Return the modules of other packages that register the schemes in `value`, by the name of the scheme.
+
+    Args:
+        value: what `Scheme.to_dict` gave, or JSON with such in it.
+    """
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     modules: dict[str, str] = {}
     for child in children:
-        modules |= _foreign_modules(child)
+        modules |= foreign_modules(child)
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         module = scheme_class(value["name"]).__module__
         if module.partition(".")[0] != __name__.partition(".")[0]:
@@ -399,12 +403,8 @@ def unwrap(model: Any) -> PreTrainedModel:
         if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
             raise UnsupportedSwapError("PEFT prompt learning adds tokens without positions: not supported.")
         return unwrap(model.get_base_model())
+    given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise UnsupportedSwapError(
-        f"expected a transformers PreTrainedModel (or a PEFT model or SentenceTransformer around one), got "
-        f"{_named(model)}; "
+        f"expected a transformers PreTrainedModel (or a PEFT model or SentenceTransformer around one), got {given}; "
         f"{what_instead(model)}."
     )
-
-
-def _named(given: object) -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

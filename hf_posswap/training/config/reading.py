@@ -168,7 +168,10 @@ def _imported(path: Path, values: dict[str, object]) -> dict[str, object]:
         return {}
     is_file = [isinstance(name, str) and name.endswith(SUFFIX) and not name.startswith("~") for name in names]
     return {
-        IMPORTS: [str(path.parent / name) if is_path else name for name, is_path in zip(names, is_file, strict=True)]
+        IMPORTS: [
+            str((path.parent / name).absolute()) if is_path else name
+            for name, is_path in zip(names, is_file, strict=True)
+        ]
     }
 
 

@@ -23,15 +23,18 @@ from safetensors.torch import load_file
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import without_origin
 from hf_posswap.errors import CheckpointError, PosswapError, TrainingWarning
-from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.patching.plan.plan_swap import foreign_modules, unwrap
 from hf_posswap.patching.record.refusals import unmark
+from hf_posswap.schemes import make_scheme
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.load import to_dict
+from hf_posswap.training.config.settings import phases_of
 from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.atomic_io import read_json, read_object, write_json
-from hf_posswap.utils.digests import weights_digest
+from hf_posswap.utils.digests import code_digests, weights_digest
 from hf_posswap.utils.format import said_by
+from hf_posswap.utils.user_paths import import_module
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +51,14 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def identity_of(recipe: Recipe, launch: Launch) -> dict[str, object]:
-    """Return what in the recipe and the launch affects the trained weights."""
+    """Return what in the recipe and the launch affects the trained weights: of own schemes also their code."""
     identity = to_dict(recipe)
+    identity["imports"] = [Path(name).name for name in recipe.imports]  # wherever the training is resumed
+    chosen = [phase.recipe.swap.scheme for phase in phases_of(recipe)]
+    schemes = [make_scheme(value if isinstance(value, str) else dict(value)).to_dict() for value in chosen if value]
+    modules = {import_module(name).__name__ for name in recipe.imports} | {*foreign_modules(schemes).values()}
+    if code := code_digests(sorted(modules)):
+        identity["code"] = code
     for name in ("name", "out", "evaluation", "gates"):
         del identity[name]
     del identity["data"]["cache"]
