@@ -44,6 +44,7 @@ from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.testing.twin import build_twin, every_nth, fill_zeros, isolated, twin_config
 from hf_posswap.testing.twin_checks import SHIFT, TOKENS, Expectations, TwinChecks, compare
 from hf_posswap.utils.atomic_io import cache_folder, read_object, write_json
+from hf_posswap.utils.digests import code_digests
 from hf_posswap.versions import is_tested, tested
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def _identity(cls: type, tiny: PreTrainedConfig, plan: SwapPlan) -> dict[str, ob
         "torch": torch.__version__,
         "python": sys.version.partition(" ")[0],
         "hf_posswap": _code_digest(),
+        "own schemes": code_digests(sorted({*(plan.record.imports or {}).values()})),
     }
 
 

@@ -24,7 +24,9 @@ from hf_posswap import patch_model, unpatch_model, versions
 from hf_posswap.compat.transformers_calls import find_cache
 from hf_posswap.errors import OptionError, UnsupportedSwapError, UntestedVersionWarning
 from hf_posswap.patching.apply import version_guard
+from hf_posswap.schemes import SCHEMES
 from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.utils.user_paths import import_module
 from tests.contract.models import LENGTH
 from tests.contract.pairs import words
 
@@ -332,6 +334,25 @@ def test_a_pass_is_remembered_by_class_scheme_config_and_versions(
     assert swap_in_another_process() == 6
     monkeypatch.setattr(torch, "__version__", "2.99.0a0+git1234")  # its code may change under one name
     assert [swap_in_another_process(), swap_in_another_process()] == [7, 8]
+
+
+@pytest.mark.usefixtures("untested")
+def test_an_own_scheme_is_proved_anew_where_its_code_was_edited(proofs: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "schemes_of_a_proof.py"
+    code = (
+        'from hf_posswap.schemes import bias\n\n@bias("bias-of-a-proof")\ndef away(distance):\n'
+        "    return -{} * distance.abs()\n"
+    )
+    try:
+        for slope, count in ((1, 1), (1, 1), (2, 2), (1, 2)):
+            file.write_text(code.format(slope))
+            sys.modules.pop(file.stem, None)
+            import_module(str(file))
+            patch_model(model_of(), "bias-of-a-proof")
+            assert len(proofs) == count
+    finally:
+        sys.modules.pop(file.stem, None)
+        SCHEMES.remove("bias-of-a-proof")
 
 
 def test_a_cache_folder_that_cannot_be_used_fails_no_swap(
