@@ -15,7 +15,7 @@ from hf_posswap.compat.transformers_loading import auto_class_name
 from hf_posswap.errors import CheckpointError, PluginWarning
 from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.refusals import stock_name
-from hf_posswap.patching.record.remote_code import package_version
+from hf_posswap.patching.record.remote_code import ENTRY, package_version
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.untrusted import card_data, kept_header, read_bounded
 
@@ -103,7 +103,7 @@ def write_card(
         f"# {facts.repo_id.rpartition('/')[2]}",
         _opening(plan, base) + ("" if training is None else f" Trained: {training}."),
         *([] if plan is None else [f"## What was swapped\n\n{_swap(plan)}"]),
-        f"## How to load\n\n{_loading(plan, facts.repo_id, architecture)}",
+        f"## How to load\n\n{_loading(plan, facts.repo_id, architecture, Path(folder))}",
         *([f"## Evaluation\n\n{numbers}"] if numbers else []),
         *(f"![{picture.stem}]({facts.pictures}/{picture.name})" for picture in facts.results.pictures),
         *([f"## Recipe\n\n```json\n{recipe}\n```"] if facts.recipe else []),
@@ -113,10 +113,11 @@ def write_card(
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def saved_readme(plan: SwapPlan, architecture: str, base: str | None = None) -> str:
+def saved_readme(folder: Path, plan: SwapPlan, architecture: str, base: str | None = None) -> str:
     """Return the README.md of a saved folder that is not on the Hub: what the model is, and how to load it.
 
     Args:
+        folder: where the checkpoint is.
         plan: of the swap.
         architecture: the model's class.
         base: what the model was loaded from; of a folder, licence and languages are taken over.
@@ -124,8 +125,8 @@ def saved_readme(plan: SwapPlan, architecture: str, base: str | None = None) -> 
     text = (
         f"{kept_header(base) if base else ''}# {architecture} with {plan.scheme.name}\n\n{_opening(plan, None)}\n\n"
         "## How to load\n\n"
-        f"{_loading(plan, 'path/to/this/folder', architecture)}\n\n`posswap push` and a save with `overwrite=True` "
-        "replace this file, unless you edit it.\n"
+        f"{_loading(plan, 'path/to/this/folder', architecture, folder)}\n\n`posswap push` and a save with "
+        "`overwrite=True` replace this file, unless you edit it.\n"
     )
     return text + _signature(text)
 
@@ -233,19 +234,28 @@ def _swap(plan: SwapPlan) -> str:
     return f"`{plan.named}`\n\n{edits}\n\n{facts}\n\nThe record, `config.posswap`:\n\n```json\n{record}\n```"
 
 
-def _loading(plan: SwapPlan | None, repo_id: str, architecture: str) -> str:
+def _loading(plan: SwapPlan | None, repo_id: str, architecture: str, folder: Path) -> str:
     native = f'from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained("{repo_id}")'
     plugin = f'import hf_posswap  # pip install hf-posswap\n\nmodel = hf_posswap.load("{repo_id}")'
     auto = auto_class_name(stock_name(architecture))
     remote = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{repo_id}", trust_remote_code=True)'
     if plan is None or plan.route == "native":
         return f"With transformers alone:\n\n{_python(native)}\n\nor with hf_posswap, strictly:\n\n{_python(plugin)}"
-    return (
-        f"With hf_posswap:\n\n{_python(plugin)}\n\nAfter `import hf_posswap` the Auto classes of transformers load it "
-        "too. Without the package, by the code in this repository, which is the package's own (read it first):\n\n"
-        f"{_python(remote)}\n\nPlain transformers refuses this checkpoint, and so do serving stacks that do not run "
-        "its code."
+    own = "".join(
+        f" Import the module `{module}` first: it registers the scheme {name}, which is not part of hf_posswap."
+        for name, module in (plan.record.imports or {}).items()
     )
+    text = (
+        f"With hf_posswap:\n\n{_python(plugin)}\n\nAfter `import hf_posswap` the Auto classes of transformers load it "
+    )
+    if (folder / f"{ENTRY}.py").is_file():
+        return (
+            f"{text}too.{own} Without the package, by the code in this repository, which is the package's own"
+            f"{', and that of the scheme' if own else ''} (read it first):\n\n{_python(remote)}\n\nPlain transformers "
+            "refuses this checkpoint, and so do serving stacks that do not run its code."
+        )
+    first = own or " Import the package that describes its model type first: that is not part of hf_posswap."
+    return f"{text}too.{first}\n\nPlain transformers refuses this checkpoint."
 
 
 def _python(code: str) -> str:

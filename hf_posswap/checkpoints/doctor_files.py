@@ -361,7 +361,11 @@ def _against_config(record: SwapRecord, config: dict[str, object], chart: Chart)
 
     if record.base_type not in CONFIG_MAPPING:
         problem = f"base_type {record.base_type!r} is not a model type of this transformers."
-        yield Finding("error", _WHERE, problem, "Use the transformers that the checkpoint was made with.")
+        advice = (
+            "Use the transformers that the checkpoint was made with. For a model type of your own, first import the "
+            "module that registers it (--import)."
+        )
+        yield Finding("error", _WHERE, problem, advice)
         return
     try:
         refuse_endless_lists(chart.source, config)

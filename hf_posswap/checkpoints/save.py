@@ -114,7 +114,7 @@ def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedToken
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
     if patch is not None and not readme.exists():  # that of an adapter is PEFT's
         inner = unwrap(model)
-        readme.write_text(saved_readme(patch.plan, type(inner).__name__, inner.name_or_path), encoding="utf-8")
+        readme.write_text(saved_readme(folder, patch.plan, type(inner).__name__, inner.name_or_path), encoding="utf-8")
     if tokenizer is not None:
         with _of_new_length(getattr(tokenizer, "tokenizer", tokenizer), "model_max_length", model):
             tokenizer.save_pretrained(folder)

@@ -199,7 +199,7 @@ def patch(
     show_plan(plan)
     show_text("")
     show_pairs([(f"ok: {name}", result) for name, result in proved.items()])
-    show_text("", f"Saved to {folder}, {_processor_note(processor)}.", _how_to_load(plan))
+    show_text("", f"Saved to {folder}, {_processor_note(processor)}.", _how_to_load(plan, folder))
 
 
 def _processor_note(processor: object) -> str:
@@ -238,12 +238,16 @@ def _centre(model: Any) -> None:
     model.to(precision)
 
 
-def _how_to_load(plan: SwapPlan) -> str:
+def _how_to_load(plan: SwapPlan, folder: Path) -> str:
     if plan.route == "native":
         return "Load it with transformers as any other checkpoint, or with hf_posswap.load."
+    modules = ", ".join(dict.fromkeys((plan.record.imports or {}).values()))
+    first = f" Import {modules} first: a scheme of its own is registered there." if modules else ""
+    if not (folder / "modeling_posswap.py").is_file():
+        return f"Load it with hf_posswap.load, or with transformers after import hf_posswap.{first}"
     return (
         "Load it with hf_posswap.load, with transformers after import hf_posswap, or without the package by "
-        "trust_remote_code=True."
+        f"trust_remote_code=True.{first}"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import hf_posswap
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.run_artifacts import Results, read_results
 from hf_posswap.errors import CheckpointError, PluginWarning
+from hf_posswap.schemes import SCHEMES
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.utils.user_paths import import_module
 from tests.contract.models import build
 
 REPO = "me/swapped-model"
@@ -77,6 +81,26 @@ def test_a_native_swap_needs_no_custom_code_and_a_plugin_one_says_so(tmp_path: P
     assert "With transformers alone" in native
     assert "trust_remote_code=True" in plugin
     assert "Plain transformers refuses this checkpoint" in plugin
+
+
+@pytest.mark.parametrize("other", ["", "pytest"])
+def test_a_card_names_the_module_of_a_scheme_and_no_code_that_is_not_there(other: str, tmp_path: Path) -> None:
+    """The file of a scheme goes along, unless it imports what a checkpoint cannot hold."""
+    file, name = tmp_path / "schemes_of_a_card.py", "bias-of-a-card"
+    file.write_text(
+        f"from hf_posswap.schemes import bias\n{f'import {other}' if other else ''}\n"
+        f"@bias('{name}')\ndef own(distance):\n    return -distance.abs()\n"
+    )
+    import_module(str(file))
+    try:
+        with pytest.warns(PluginWarning, match="saved without the code") if other else nullcontext():
+            folder = saved(tmp_path / "model", name)
+        for text in (card(folder).text, (folder / "README.md").read_text()):
+            assert f"Import the module `{file.stem}` first: it registers the scheme {name}" in text
+            assert ("trust_remote_code=True" in text) == (not other)
+    finally:
+        SCHEMES.remove(name)
+        del sys.modules[file.stem]
 
 
 def test_a_licence_comes_from_the_base_models_card(tmp_path: Path) -> None:

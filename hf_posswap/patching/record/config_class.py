@@ -197,7 +197,9 @@ def read_plugin_config(values: dict[str, object], **kwargs: object) -> object:
     record = SwapRecord.from_dict(values.get("posswap"))
     if record.base_type not in CONFIG_MAPPING or record.base_type == POSSWAP_MODEL_TYPE:
         raise RecordError(
-            f"config.posswap names model type {record.base_type!r}, which this transformers does not have."
+            f"config.posswap names model type {record.base_type!r}, which this transformers does not have.",
+            "Use the transformers that the checkpoint was made with. For a model type of your own, first import the "
+            "module that registers it, in Python or by posswap --import.",
         )
     native = CONFIG_MAPPING[record.base_type]
     refuse_endless_lists("a swapped checkpoint", values)  # where transformers reads it, and not `hf_posswap.load`
