@@ -379,6 +379,8 @@ class Wrong(Mechanism):
         self.m = nn.Parameter(torch.ones((), dtype=torch.float32))
         if fault == "one unused":
             self.other = nn.Parameter(torch.ones((), dtype=torch.float32))
+        if fault == "buffer":
+            self.register_buffer("angles", torch.ones(4), persistent=False)
         if fault == "width":
             self.biases, self.rotates, self.head_dim = False, True, 3
 
@@ -476,6 +478,7 @@ def test_a_kind_under_which_the_mechanism_would_not_act_is_refused(kind: str, sa
         ),
         ("queries", r"bias of Wrong differs from itself by"),
         ("rows", r"bias of Wrong differs from itself by"),
+        ("buffer", r"buffer angles of Wrong is rounded by model.to\(torch.bfloat16\), expected a plain attribute"),
         ("turning", r"rotate_query of Turning differs from itself by .*, expected the same for a token"),
         ("width", r"head_dim of Wrong is 3, expected the width of a head"),
     ],

@@ -51,8 +51,9 @@ def refuse_wrong_results(scheme: Scheme, geometry: Geometry) -> None:
 
     Raises:
         SchemeError: a method raises, or returns a tensor of another shape or dtype than attention needs, nan, or
-            numbers that the mechanism's flags contradict; a method is written whose flag is not set; or a parameter
-            gets no gradient, or one that is not finite.
+            numbers that the mechanism's flags contradict, or that depend on other tokens of the call; a method is
+            written whose flag is not set; a constant is a buffer; or a parameter gets no gradient, or one that is not
+            finite.
     """
     if _tried.get():
         return
@@ -82,6 +83,10 @@ class _Trial:
     def run(self) -> None:
         """Check every method that the mechanism's flags announce."""
         self._refuse_unset_flags()
+        for name, buffer in self.mechanism.named_buffers():
+            if buffer.is_floating_point():
+                kept = "a plain attribute, which stays float32; move it to the device of the positions where it is used"
+                raise self._wrong(f"buffer {name}", "is rounded by model.to(torch.bfloat16)", kept)
         outputs: list[Tensor] = []
         if self.mechanism.rotates:
             outputs += self._rotations()

@@ -317,7 +317,12 @@ class AddMechanism(PluginOnly, TouchesModule):
         except Exception:  # arbitrary code of a scheme
             return True
         here, there = _constants(mechanism), _constants(other)
-        return any(name not in there or not torch.equal(here[name].cpu(), there[name].cpu()) for name in here)
+        plain, other_plain = (
+            [value for part in one.modules() for value in vars(part).values() if isinstance(value, bool | int | float)]
+            for one in (mechanism, other)
+        )
+        differ = any(name not in there or not torch.equal(here[name].cpu(), there[name].cpu()) for name in here)
+        return differ or plain != other_plain
 
     def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         remove_hooks(saved)

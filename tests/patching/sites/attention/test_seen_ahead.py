@@ -19,8 +19,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_posswap import load, patch_model, plan_swap, set_backend, verify_swap
 from hf_posswap.errors import PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.geometry import Geometry
 from hf_posswap.patching.inspect.describe import stand_ins
-from hf_posswap.schemes import SCHEMES, schemes_for
+from hf_posswap.schemes import SCHEMES, Scheme, schemes_for
+from hf_posswap.schemes.base import Kind
+from hf_posswap.schemes.common.bias import DistanceMechanism
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import build
@@ -226,6 +229,36 @@ def test_a_call_for_both_sides_is_refused_where_the_scheme_was_made_for_one(sche
             verify_swap(one)
         del one.config.is_causal
         assert torch.equal(read(one), before)
+
+
+class Flagged(DistanceMechanism):
+    """Goes by a flag of its own, which no tensor shows."""
+
+    def __init__(self, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+
+    def distance_bias(self, distances: Tensor) -> Tensor:
+        return -(distances if self.causal else distances.abs()).float().expand(self.heads, -1)
+
+
+class FlaggedScheme(Scheme):
+    """A scheme of one's own that asks whether the model is causal."""
+
+    name = "flagged"
+    summary = "a bias by the direction, where there is one"
+    source = "https://example.org"
+    kind: Kind = "bias"  # type: ignore[misc]
+
+    def mechanism(self, geometry: Geometry) -> Mechanism:
+        return Flagged(geometry.num_heads, geometry.causal)
+
+
+def test_a_scheme_that_keeps_only_a_flag_of_what_is_seen_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEMES._items, "flagged", FlaggedScheme)
+    model = patch_model(build("llama"), FlaggedScheme())
+    with pytest.raises(UnsupportedSwapError, match="was made for is_causal=True"):
+        read(model, is_causal=False)
 
 
 def test_a_call_for_one_side_is_refused_where_the_scheme_was_made_for_both() -> None:
