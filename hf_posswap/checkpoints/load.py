@@ -113,7 +113,8 @@ def load(
             express what it holds.
         MissingDependencyError: a GGUF file without the extra `gguf`.
         RemoteCodeError: it needs code, which was not asked for.
-        RecordError: its swap cannot be read, or its config and weights are not what the swap leaves behind.
+        RecordError: its swap cannot be read, or its config and weights are not what the swap leaves behind; or a value
+            of the config that the swap sets was given otherwise.
 
     Example:
         >>> import tempfile
@@ -135,7 +136,17 @@ def load(
     config = read_config(source, trust_remote_code=trust_remote_code, **hub)
     chosen = model_class or model_class_of(config)
     config_class = type(config)
+    swapped = getattr(config, "posswap", None)
+    other_names = config.attribute_map or {}
+    original = swapped.get("original") if isinstance(swapped, dict) else None
+    set_by_swap = {other_names.get(name, name) for name in original} if isinstance(original, dict) else set()
     for name in [name for name in kwargs if name not in _MODEL_VALUES and hasattr(config, name)]:
+        if other_names.get(name, name) in set_by_swap and kwargs[name] != getattr(config, name):
+            raise RecordError(
+                f"{name}={kwargs[name]!r} was given for a checkpoint whose swap sets it, to {getattr(config, name)!r}.",
+                "Leave it out; for another value load the base model and call patch_model with max_length or the "
+                "fields of the scheme.",
+            )
         setattr(config, name, kwargs.pop(name))  # as from_pretrained does that reads the config itself
     if native_config_class(config) is not config_class and auto_mapping(chosen) is None:
         chosen = swapped_class(chosen)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hf_posswap
 from hf_posswap.checkpoints.save import refuse_to_replace
-from hf_posswap.errors import CheckpointError
+from hf_posswap.errors import CheckpointError, RecordError
 from hf_posswap.schemes import SCHEMES, Kind, Mechanism, Scheme
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.training.fresh import byte_tokenizer
@@ -463,6 +463,24 @@ def test_values_of_the_config_are_taken_as_from_pretrained_takes_them(scheme: st
     assert (causal.dtype, causal.config._attn_implementation) == (torch.bfloat16, "eager")
     with pytest.raises(CheckpointError, match="unexpected keyword argument 'nonsense'"):
         hf_posswap.load(tmp_path, nonsense=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "name"),
+    [
+        ("gpt2", "rope", "max_position_embeddings"),
+        ("gpt2", "rope", "n_positions"),
+        ("llama", "yarn", "rope_parameters"),
+    ],
+)
+def test_a_value_that_the_swap_sets_is_refused_at_loading(kind: str, scheme: str, name: str, tmp_path: Path) -> None:
+    model = hf_posswap.patch_model(tiny_model(kind, meta=False), scheme, max_length=64)
+    model.save_pretrained(tmp_path)
+    own: Any = getattr(model.config, name)
+    assert getattr(hf_posswap.load(tmp_path, **{name: own}).config, name) == own
+    other: Any = {"rope_type": "default", "rope_theta": 10000.0} if name == "rope_parameters" else 999
+    with pytest.raises(RecordError, match=f"{name}=.* was given for a checkpoint whose swap sets it, to"):
+        hf_posswap.load(tmp_path, **{name: other})
 
 
 class Weighted(Mechanism):
