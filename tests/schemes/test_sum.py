@@ -494,6 +494,22 @@ def test_a_part_that_would_break_a_forward_is_refused_by_its_name(
     assert list(model.state_dict()) == list(state)
 
 
+def test_pieces_that_depend_on_the_other_tokens_of_a_call_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism: Any = type(patch_model(build("llama"), "rerope", window=8).model.posswap)
+    whole = mechanism.pieces
+    for argument in (0, 1):
+
+        def pieces(self: Any, *positions: Tensor, keys: Any = "raw", moved: int = argument) -> Any:
+            given = list(positions)
+            given[moved] = given[moved] + given[1].max()
+            return whole(self, *given, keys=keys)
+
+        monkeypatch.setattr(mechanism, "pieces", pieces)
+        name = ("rotate_query", "rotate_key")[argument]
+        with pytest.raises(SchemeError, match=f"{name} of a piece of .* differs from itself by"):
+            plan_swap(build("llama"), "rerope", window=8)
+
+
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [

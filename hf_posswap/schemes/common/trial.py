@@ -164,13 +164,20 @@ class _Trial:
         float32 = torch.float32  # while a model loads, the default is the dtype of its weights
         query = torch.randn(2, g.num_heads, len(_QUERIES[0]), g.head_dim, dtype=float32)
         key = torch.randn(2, g.num_kv_heads, len(_KEYS[0]), g.head_dim, dtype=float32)
-        for piece in self._called("pieces", self.queries, self.keys):
-            for name, raw in (("rotate_query", query), ("rotate_key", key)):
+        pieces = self._called("pieces", self.queries, self.keys)
+        step = self._called("pieces", self.queries[:, 1:2], self.keys[:, :3])  # of decoding
+        same = len(step) == len(pieces) and self.scheme.traits.prefix_consistent
+        for piece, alone in zip(pieces, step if same else pieces, strict=True):
+            for name, raw, part in (("rotate_query", query, slice(1, 2)), ("rotate_key", key, slice(0, 3))):
                 try:
                     turned = getattr(piece, name)(raw, 0, raw.shape[2])
+                    of_step = getattr(alone, name)(raw[:, :, part], 0, part.stop - part.start) if same else None
                 except Exception as error:  # arbitrary code of a scheme
                     raise self._wrong("pieces", f"cannot {name}: {type(error).__name__}: {error}", "pieces") from error
                 self._check(f"{name} of a piece", turned, [tuple(raw.shape)])
+                if of_step is not None:
+                    expected = f"same for a token, {_OTHERS}"
+                    self._agree(f"{name} of a piece", of_step, turned[:, :, part], expected, "itself")
                 yield turned
 
     def _scales(self) -> Iterator[Tensor]:
