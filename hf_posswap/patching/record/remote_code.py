@@ -96,7 +96,7 @@ SOURCES = {{
 _FOOTER = """}}
 
 __path__ = []  # modules below this one are those of SOURCES
-for _name in [name for name in sys.modules if name.startswith(SourceImporter.prefix)]:
+for _name in [name for name in list(sys.modules) if name.startswith(SourceImporter.prefix)]:  # threads import others
     del sys.modules[_name]  # of an earlier version of this file
 for _earlier in [one for one in sys.meta_path if getattr(one, "prefix", None) == SourceImporter.prefix]:
     sys.meta_path.remove(_earlier)
