@@ -49,6 +49,7 @@ from hf_posswap.patching.record.adapter_marks import (
     refuse_integers,
     refuse_other_base,
 )
+from hf_posswap.patching.record.config_class import refuse_other_values
 from hf_posswap.patching.record.model_class import swapped_class
 from hf_posswap.patching.record.record import SwapRecord, native_config, native_config_class
 from hf_posswap.patching.tools.scheme_values import set_blend, set_logit_scale
@@ -137,16 +138,9 @@ def load(
     chosen = model_class or model_class_of(config)
     config_class = type(config)
     swapped = getattr(config, "posswap", None)
-    other_names = config.attribute_map or {}
-    original = swapped.get("original") if isinstance(swapped, dict) else None
-    set_by_swap = {other_names.get(name, name) for name in original} if isinstance(original, dict) else set()
+    if isinstance(swapped, dict):
+        refuse_other_values(config, swapped.get("original"), kwargs)
     for name in [name for name in kwargs if name not in _MODEL_VALUES and hasattr(config, name)]:
-        if other_names.get(name, name) in set_by_swap and kwargs[name] != getattr(config, name):
-            raise RecordError(
-                f"{name}={kwargs[name]!r} was given for a checkpoint whose swap sets it, to {getattr(config, name)!r}.",
-                "Leave it out; for another value load the base model and call patch_model with max_length or the "
-                "fields of the scheme.",
-            )
         setattr(config, name, kwargs.pop(name))  # as from_pretrained does that reads the config itself
     if native_config_class(config) is not config_class and auto_mapping(chosen) is None:
         chosen = swapped_class(chosen)

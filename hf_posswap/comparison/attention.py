@@ -146,7 +146,11 @@ def compare_attention(
     path = expand_home(out) / f"{PICTURE}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = _numbers(models)
-    lines, below = {n: _lines(paid, n, numbers) for n in requested}, _caption(read, by_layer)
+    lines = {n: _lines(paid, n, numbers) for n in requested}
+    below = (
+        f"Mean weight of a key by its distance, over heads{'' if by_layer else ', layers'} and {len(read.names)} "
+        "texts, without the first token, which is an attention sink. Dotted: uniform attention."
+    )
     is_causal = all(result.causal for by_length in paid.values() for result in by_length.values())
     draw_attention(lines, window, path, below=below, causal=is_causal, by_layer=by_layer, dark=dark)
     return AttentionComparison(path, window, paid, tuple(_summaries(paid, limits, requested, window)), read.source)
@@ -215,13 +219,6 @@ def _lines(paid: dict[str, dict[int, AttentionPaid]], length: int, numbers: dict
         for name, by_length in paid.items()
         if length in by_length
     ]
-
-
-def _caption(text: EvalDocuments, by_layer: bool) -> str:
-    return (
-        f"Mean weight of a key by its distance, over heads{'' if by_layer else ', layers'} and {len(text.names)} "
-        "texts, without the first token, which is an attention sink. Dotted: uniform attention."
-    )
 
 
 def _summaries(

@@ -476,11 +476,18 @@ def test_values_of_the_config_are_taken_as_from_pretrained_takes_them(scheme: st
 def test_a_value_that_the_swap_sets_is_refused_at_loading(kind: str, scheme: str, name: str, tmp_path: Path) -> None:
     model = hf_posswap.patch_model(tiny_model(kind, meta=False), scheme, max_length=64)
     model.save_pretrained(tmp_path)
+    from transformers import AutoModel
+
     own: Any = getattr(model.config, name)
     assert getattr(hf_posswap.load(tmp_path, **{name: own}).config, name) == own
     other: Any = {"rope_type": "default", "rope_theta": 10000.0} if name == "rope_parameters" else 999
-    with pytest.raises(RecordError, match=f"{name}=.* was given for a checkpoint whose swap sets it, to"):
-        hf_posswap.load(tmp_path, **{name: other})
+    roads: list[Any] = [hf_posswap.load]
+    if kind == "gpt2":  # what is native is stock transformers' to load
+        roads.append(AutoModel.from_pretrained)
+        assert getattr(AutoModel.from_pretrained(tmp_path, **{name: own}).config, name) == own
+    for load in roads:
+        with pytest.raises(RecordError, match=f"{name}=.* was given for a checkpoint whose swap sets it, to"):
+            load(tmp_path, **{name: other})
 
 
 class Weighted(Mechanism):

@@ -186,11 +186,33 @@ def as_plugin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def refuse_other_values(config: PreTrainedConfig, original: object, given: Mapping[str, object]) -> None:
+    """Refuse what was given for a value of `config` that its swap sets, unless it is that value.
+
+    Args:
+        config: of a swapped checkpoint.
+        original: the values that the swap replaced, by their names.
+        given: values for the config, by their names.
+
+    Raises:
+        RecordError: one differs.
+    """
+    other_names = config.attribute_map or {}
+    set_by_swap = {other_names.get(name, name) for name in original} if isinstance(original, dict) else set()
+    for name, value in given.items():
+        if other_names.get(name, name) in set_by_swap and value != getattr(config, name):
+            raise RecordError(
+                f"{name}={value!r} was given for a checkpoint whose swap sets it, to {getattr(config, name)!r}.",
+                "Leave it out; for another value load the base model and call patch_model with max_length or the "
+                "fields of the scheme.",
+            )
+
+
 def read_plugin_config(values: dict[str, object], **kwargs: object) -> object:
     """Return the config of a plugin checkpoint; kwargs and result are those of transformers' `from_dict`.
 
     Raises:
-        RecordError: no record, or one that cannot be read.
+        RecordError: no record, or one that cannot be read; or kwargs give another value than the swap has set.
     """
     from transformers import CONFIG_MAPPING
 
@@ -206,7 +228,14 @@ def read_plugin_config(values: dict[str, object], **kwargs: object) -> object:
     values = read(values)
     rope = values.get("rope_parameters")  # its rope_type is unknown to transformers, on purpose
     known = {"rope_parameters": record.original["rope_parameters"]} if "rope_parameters" in record.original else {}
-    result = native.from_dict({**values, **known, "model_type": record.base_type}, **kwargs)
+    values = {**values, **known, "model_type": record.base_type}
+    names = {*record.original, *native.attribute_map, *native.attribute_map.values()}
+    if not names.isdisjoint(kwargs):
+        saved = native.from_dict(values)
+        if known:
+            saved.rope_parameters = rope
+        refuse_other_values(saved, record.original, kwargs)
+    result = native.from_dict(values, **kwargs)
     config = result[0] if isinstance(result, tuple) else result
     if known:
         config.rope_parameters = rope
