@@ -5,13 +5,17 @@ A version of xllamacpp other than the table's fails `test_the_version_is_that_of
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import re
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import psutil
 import pytest
 import torch
 import transformers
@@ -211,6 +215,39 @@ def test_a_broken_file_ends_no_process_of_ours(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF and nothing else")
     with pytest.raises(SwapVerificationError, match=r"cannot run m.gguf \(exit 1\): .* this GGUF file is version"):
         run_llamacpp(tmp_path / "m.gguf", torch.arange(5), [5], 5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are counted as on Linux and macOS")
+def test_llamacpp_computes_with_as_many_threads_as_torch(tmp_path: Path) -> None:
+    export(saved(tmp_path / "x", "llama"), "llamacpp", tmp_path / "m.gguf")
+    before = torch.get_num_threads()
+    most = {}
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            most[threads] = _most_threads(lambda: run_llamacpp(tmp_path / "m.gguf", torch.arange(5, 25), [20], LENGTH))
+    finally:
+        torch.set_num_threads(before)
+    assert most[3] - most[1] == 2
+
+
+def _most_threads(work: Callable[[], object]) -> int:
+    """Return how many threads the processes that `work` starts have at most."""
+    most, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.005):
+            with contextlib.suppress(psutil.Error):
+                most.append(sum(child.num_threads() for child in psutil.Process().children()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        watcher.join()
+    return max(most)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, "F16"), (torch.bfloat16, "BF16")])

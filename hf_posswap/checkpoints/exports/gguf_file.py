@@ -475,7 +475,7 @@ def run_llamacpp(path: Path, ids: torch.Tensor, ends: Sequence[int], context: in
     """Return the K tokens that llama.cpp's server finds most probable after the first N of `ids` [L], for N in `ends`.
 
     Its cache has `context` positions, rounded up to a multiple of 256, in float32, and N is less than the model's. It
-    runs in a separate process, because llama.cpp can exit on a file that it refuses.
+    runs in a separate process, because llama.cpp can exit on a file that it refuses, with as many threads as torch has.
 
     Returns:
         Tokens int64 [E, K], the most probable first, and their log probabilities float64 [E, K]; K is at most 1,000.
@@ -487,7 +487,10 @@ def run_llamacpp(path: Path, ids: torch.Tensor, ends: Sequence[int], context: in
         given, chosen, out = folder / "tokens.npy", folder / "ends.npy", folder / "out.npz"
         np.save(given, ids.numpy())
         np.save(chosen, np.array(ends))
-        command = [sys.executable, Path(__file__).with_name("llamacpp_child.py"), path, given, chosen, out, context]
+        program = Path(__file__).with_name("llamacpp_child.py")
+        # not a thread for each core: where others compute too, llama.cpp's threads spin until the slowest has its turn
+        threads = torch.get_num_threads()
+        command = [sys.executable, program, path, given, chosen, out, context, threads]
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # which would hide the reason of an abort
         run = subprocess.run(list(map(str, command)), capture_output=True, check=False, env=environment)
         if run.returncode or not out.exists():

@@ -1,6 +1,6 @@
 """A program: serves a GGUF file by llama.cpp's server and stores log probabilities. It imports nothing of the package.
 
-Usage: llamacpp_child.py MODEL.gguf TOKENS.npy ENDS.npy OUT.npz CONTEXT
+Usage: llamacpp_child.py MODEL.gguf TOKENS.npy ENDS.npy OUT.npz CONTEXT THREADS
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 MOST_PROBABLE = 1000
 
 
-def main(path: str, tokens: str, ends: str, out: str, context: int) -> None:
+def main(path: str, tokens: str, ends: str, out: str, context: int, threads: int) -> None:
     """Store, for each end N, the most probable tokens [K] after the first N of `tokens`, and their log probabilities.
 
     The server keeps the keys of one text for the next, as it does when it is asked for one token after the other.
@@ -29,6 +29,7 @@ def main(path: str, tokens: str, ends: str, out: str, context: int) -> None:
     # its flash attention computes in half precision
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.warmup, params.verbosity = False, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     try:
         server = xllamacpp.Server(params)
     except RuntimeError as error:
@@ -67,4 +68,4 @@ def _whole_character(address: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
