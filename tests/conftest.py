@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import collections
+import functools
 import gc
 import logging
 import random
@@ -25,6 +26,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.utils.collect_env
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "checkpoints"
 NO_CHECKPOINTS = "real checkpoints not beside the project"
@@ -120,6 +122,15 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _described_once() -> Iterator[None]:
+    """Have torch describe this machine once: the harness asks in each run, and it starts pip and ten other programs."""
+    described = functools.cache(torch.utils.collect_env.get_pretty_env_info)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.utils.collect_env.get_pretty_env_info", described)
+        yield
 
 
 @pytest.fixture(scope="session")
