@@ -6,6 +6,7 @@ It needs no download and raises no licence question: the text is read from the r
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,12 +86,13 @@ def python_corpus(stdlib: Path | None = None, *, held_out: float = 0.1) -> Corpu
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     documents = []
-    for path in sorted(root.rglob("*.py")):
-        components = path.relative_to(root).parts
-        if _SKIPPED.isdisjoint(components) and not components[0].startswith("config-"):
-            text = _read(path)
-            if text:
-                documents.append(Document("/".join(("stdlib", *components)), text))
+    for folder, inner, files in os.walk(root):
+        components = Path(folder).relative_to(root).parts
+        # not walked: site-packages may hold a hundred times as many files as the standard library
+        inner[:] = [name for name in inner if name not in _SKIPPED and (components or not name.startswith("config-"))]
+        for name in files:
+            if name.endswith(".py") and (text := _read(Path(folder, name))):
+                documents.append(Document("/".join(("stdlib", *components, name)), text))
     documents += _topics() if stdlib is None else []
     size = sum(len(document.text) for document in documents)
     if size < _LEAST_BYTES:
