@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import signal
@@ -96,7 +97,11 @@ class Hang(BaseException):
 
 
 class Watched:
-    """Sees, while it is on, what this process does beyond reading: an audit hook cannot be taken away again."""
+    """Sees, while it is on, what this process does beyond reading.
+
+    An audit hook cannot be taken away again, and slows all that follows: each `id()` and each step of `copy.deepcopy`
+    calls it. So there is none before a test asks for it, and tests that do are the last (`conftest.py`).
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -127,7 +132,7 @@ class Watched:
             self.seen.append(f"{event} {whole}")
 
 
-_watched = Watched()
+_watched = functools.cache(Watched)
 
 
 @contextmanager
@@ -159,8 +164,9 @@ def survives(work: Callable[[], Any], folder: Path) -> bool:
     It may raise a PosswapError, whose message is not empty, and nothing else; and not take longer than `SECONDS`. Its
     warnings end here: with a surrogate of a hostile name they cannot be sent on to who gathers the tests' output.
     """
-    _watched.seen.clear()
-    _watched.folder = Path(os.path.realpath(folder))
+    watched = _watched()
+    watched.seen.clear()
+    watched.folder = Path(os.path.realpath(folder))
     refused: PosswapError | None = None
     try:
         with _bounded(), warnings.catch_warnings(record=True):
@@ -168,9 +174,9 @@ def survives(work: Callable[[], Any], folder: Path) -> bool:
     except PosswapError as error:
         refused = error
     finally:
-        _watched.folder = None
+        watched.folder = None
     assert refused is None or str(refused).strip()
-    assert _watched.seen == [], _watched.seen
+    assert watched.seen == [], watched.seen
     assert not (folder / "ran").exists()
     return refused is None
 
