@@ -121,7 +121,9 @@ def _precision_in_force() -> str | None:
 def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():  # where there is none, torch.manual_seed keeps a traceback of each call for later
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
