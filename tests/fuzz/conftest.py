@@ -23,6 +23,12 @@ def _no_deprecated_calls() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pytest keep no compiled module of what a reader imports late: to make its folder is a change outside."""
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+
+
+@pytest.fixture(autouse=True)
 def _bounded_memory() -> Iterator[None]:
     """Give a file that asks for the memory of the machine an error, and not the machine."""
     if not SIZE.exists():
