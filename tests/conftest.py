@@ -203,6 +203,7 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
                 item.add_marker(pytest.mark.rotated)
 
 
+@functools.cache
 def _is_divided(path: Path) -> bool:
     tests = Path(__file__).parent
     return path.is_relative_to(tests) and path.parent != tests and path.relative_to(tests).parts[0] not in WHOLE
