@@ -23,8 +23,8 @@ Posswap = Callable[..., "subprocess.CompletedProcess[str]"]
 
 HEAVY = (
     *("torch", "transformers", "transformers.generation.utils", "transformers.models.gpt2.modeling_gpt2"),
-    *("typer", "rich.console", "hf_posswap.cli", "hf_posswap.patching.apply.patch_model", "hf_posswap.checkpoints.load"),
-    *("hf_posswap.checkpoints.save", "hf_posswap.patching.inspect.describe"),
+    *("typer", "rich.console", "hf_posswap.cli", "hf_posswap.patching.apply.patch_model"),
+    *("hf_posswap.checkpoints.load", "hf_posswap.checkpoints.save", "hf_posswap.patching.inspect.describe"),
 )
 """What nearly every command imports, none of which depends on its arguments or its environment."""
 

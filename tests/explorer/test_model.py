@@ -26,6 +26,11 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def page_of_gpt2() -> str:
+    return render_page(model_facts(GPT2))
+
+
 def test_the_costs_are_those_of_the_swapped_model() -> None:
     facts = model_facts(GPT2, make_scheme("rope"), max_length=256)
     model = hf_posswap.patch_model(GPT2LMHeadModel(GPT2).eval(), "rope", max_length=256)
@@ -71,10 +76,9 @@ def test_a_refused_swap_is_said() -> None:
     assert facts.serving == ()
 
 
-def test_without_a_scheme_every_scheme_is_listed() -> None:
-    page = render_page(model_facts(GPT2))
-    assert "Each scheme in this model" in page
-    assert all(f"<td>{name}</td>" in page for name in hf_posswap.explain(GPT2).schemes)
+def test_without_a_scheme_every_scheme_is_listed(page_of_gpt2: str) -> None:
+    assert "Each scheme in this model" in page_of_gpt2
+    assert all(f"<td>{name}</td>" in page_of_gpt2 for name in hf_posswap.explain(GPT2).schemes)
 
 
 def test_a_scheme_that_needs_the_weights_is_planned_all_the_same() -> None:
@@ -100,9 +104,8 @@ def test_a_swapped_model_shows_its_swap(tmp_path: Path) -> None:
         model_facts(str(tmp_path / "swapped"), make_scheme("alibi"))
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    page = render_page(model_facts(GPT2))
-    head = page.partition("</head>")[0]
+def test_the_page_needs_nothing_from_elsewhere(page_of_gpt2: str) -> None:
+    head = page_of_gpt2.partition("</head>")[0]
     assert "default-src &#x27;none&#x27;" in head
     for word in ("http://", "https://", "src=", "@import", "url("):
-        assert word not in page.replace("http://www.w3.org/2000/svg", "").replace("url(#", "")
+        assert word not in page_of_gpt2.replace("http://www.w3.org/2000/svg", "").replace("url(#", "")
