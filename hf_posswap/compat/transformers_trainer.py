@@ -34,6 +34,13 @@ class SavingTrainer(Trainer):
         """
         write()
 
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of the current step.
+
+        Touches `Trainer._save_checkpoint`. Without it a training that SIGTERM stops loses the steps since its last one.
+        """
+        self._save_checkpoint(self.model_wrapped, None)
+
     def write_model_files(self, folder: str | None, weights: dict[str, Tensor] | None) -> None:
         """Write the files of the model to `folder`; `weights` where they had to be gathered.
 

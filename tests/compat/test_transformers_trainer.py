@@ -54,6 +54,16 @@ def test_write_checkpoint(trainer: Watched, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint-1" / "optimizer.pt").is_file()
 
 
+def test_save_checkpoint(trainer: Watched, tmp_path: Path) -> None:
+    trainer.train()
+    first, second = (tmp_path / "run" / "checkpoint-1" / name for name in ("optimizer.pt", "trainer_state.json"))
+    first.unlink()
+    trainer.save_checkpoint()
+    assert first.is_file()
+    assert second.is_file()
+    assert trainer.written[3:] == trainer.written[:3]
+
+
 def test_warnings_after_load(
     trainer: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

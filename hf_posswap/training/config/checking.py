@@ -31,7 +31,7 @@ def check(recipe: Recipe) -> list[Problem]:
     """
     checks = (
         *(_model, _swap, _centre, _fit, _gradual, _objective, _trainable, _refused, _training, _sizes, _computing),
-        *(_hub, _rest, _evaluation, _missing, _stages),
+        *(_rest, _evaluation, _missing, _stages),
     )
     return [problem for check_section in checks for problem in check_section(recipe)]
 
@@ -251,7 +251,7 @@ def _computing(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"training.{name}", message, ("training.gradient_checkpointing",))
 
 
-def _hub(recipe: Recipe) -> Iterator[Problem]:
+def _rest(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.training.hub_model_id
     if name is not None:
         try:
@@ -260,13 +260,6 @@ def _hub(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("training.hub_model_id", str(error))
     elif recipe.training.push_to_hub:
         yield Problem("training.push_to_hub", "say where to: training.hub_model_id.", ("training.hub_model_id",))
-
-
-def _too_small(key: str, value: float, smallest: int) -> Problem:
-    return Problem(key, f"expected at least {smallest}, got {value:g}.")
-
-
-def _rest(recipe: Recipe) -> Iterator[Problem]:
     gates = recipe.gates
     for key, value, smallest in (
         ("gates.explosion", gates.explosion, 0),
@@ -275,6 +268,10 @@ def _rest(recipe: Recipe) -> Iterator[Problem]:
     ):
         if value < smallest:
             yield _too_small(key, value, smallest)
+
+
+def _too_small(key: str, value: float, smallest: int) -> Problem:
+    return Problem(key, f"expected at least {smallest}, got {value:g}.")
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Problem]:

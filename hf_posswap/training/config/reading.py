@@ -241,7 +241,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping) and (isinstance(old, list) or (old is None and key in _LISTS)):
             merged[key] = _with_items(old or [], value, key)
             continue
-        is_another = isinstance(value, Mapping) and isinstance(old, Mapping) and _renames(old, value)
+        is_another = False  # schemes or adapters of different names, so that no field carries over
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            renames = "name" in old and "name" in value and old["name"] != value["name"] and "scheme" not in value
+            is_another = renames or ("peft_type" in value and value["peft_type"] != old.get("peft_type", "LORA"))
         are_mappings = isinstance(old, Mapping | None) and isinstance(value, Mapping) and not is_another
         merged[key] = merge(old or {}, value) if are_mappings else value
     return merged
@@ -269,12 +272,6 @@ def _list_index(number: object, items: list[object]) -> int | None:
     text = str(number)
     known = text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= len(items)
     return int(text) if known else None
-
-
-def _renames(old: Mapping[str, object], new: Mapping[str, object]) -> bool:
-    """Return whether two mappings are schemes or adapters of different names, so that no field carries over."""
-    renames = "name" in old and "name" in new and old["name"] != new["name"] and "scheme" not in new
-    return renames or ("peft_type" in new and new["peft_type"] != old.get("peft_type", "LORA"))
 
 
 def override(values: Mapping[str, object], settings: Iterable[str]) -> dict[str, object]:

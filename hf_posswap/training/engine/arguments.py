@@ -130,7 +130,8 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         ConfigError: transformers refuses the values, or cannot meet them on this machine.
     """
     try:
-        arguments = TrainingArguments(**argument_values(recipe, folder))
+        # enable_jit_checkpoint is the engine's own (stop_at_sigterm): transformers saves in the middle of a step
+        arguments = TrainingArguments(**{**argument_values(recipe, folder), "enable_jit_checkpoint": False})
         # A schedule for a dummy optimizer refuses bad arguments before a model loads.
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
         warmup = arguments.get_warmup_steps(arguments.max_steps)

@@ -94,19 +94,14 @@ def writing_to(folder: Path) -> Iterator[None]:
     except PosswapError:
         raise
     except Exception as error:
-        if not _is_about_writing(error):
+        by_message = any(text in str(error) for text in _WRITER_MESSAGES)
+        if not (error.errno in _DISK_ERRORS if isinstance(error, OSError) else by_message):
             raise
         reason = (isinstance(error, OSError) and error.strerror) or said_by(error)
         raise CheckpointError(
             f"cannot write to {folder}: {reason}. Finished files are kept: free some space, and the same call resumes "
             "from the newest checkpoint."
         ) from error
-
-
-def _is_about_writing(error: Exception) -> bool:
-    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-        return True
-    return not isinstance(error, OSError) and any(text in str(error) for text in _WRITER_MESSAGES)
 
 
 def load_weights(model: PreTrainedModel, folder: Path) -> None:

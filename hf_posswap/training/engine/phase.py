@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from hf_posswap.training.engine.trainer import (
     PosswapTrainer,
     StopWhenRecovered,
     stage_done_at,
+    stop_at_sigterm,
 )
 from hf_posswap.training.trainable import parameter_groups
 from hf_posswap.utils.atomic_io import read_object, write_json
@@ -143,15 +145,12 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         of = f" of {phase.name}" if phase.name else ""
         run.say(f"resuming after step {step_of(checkpoint)} of {trainer.args.max_steps}{of}, from {checkpoint}")
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with stop_at_sigterm(trainer) if recipe.training.enable_jit_checkpoint else nullcontext():
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         watch.close()
+    _refuse_unfinished(trainer)
     steps = trainer.state.global_step
-    if steps < trainer.args.max_steps and stage_done_at(trainer.state) is None:
-        raise TrainingError(
-            f"the training was asked to stop after step {steps} of {trainer.args.max_steps}, and is not finished (with "
-            f"training.enable_jit_checkpoint, SIGTERM asks for it). {trainer.last_good()} The same command resumes."
-        )
     prepared.model.config.use_cache = True  # the Trainer turned it off
     if recipe.swap.gradual_steps:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
@@ -167,6 +166,20 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     gc.collect()
     load_whole()
     return result
+
+
+def _refuse_unfinished(trainer: PosswapTrainer) -> None:
+    """Raise if the training stopped before its last step, with a checkpoint of where it stopped."""
+    steps = trainer.state.global_step
+    if steps >= trainer.args.max_steps or stage_done_at(trainer.state) is not None:
+        return
+    saved = trainer.newest_checkpoint()
+    if saved is None or step_of(saved) < steps:
+        trainer.save_checkpoint()
+    raise TrainingError(
+        f"the training was asked to stop after step {steps} of {trainer.args.max_steps}, and is not finished (with "
+        f"training.enable_jit_checkpoint, SIGTERM asks for it). {trainer.last_good()} The same command resumes."
+    )
 
 
 def _rows(recipe: Recipe, run: Run) -> int:

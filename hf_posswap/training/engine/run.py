@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import ConfigError
-from hf_posswap.training.config import Phase, Recipe, phases_of
+from hf_posswap.training.config import Recipe, phases_of
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data.sources import require_sources
 from hf_posswap.training.engine.arguments import training_arguments
@@ -52,18 +52,15 @@ def resume_note(recipe: Recipe) -> str:
         of_phase = f" of {phase.name}" if phase.name else ""
         saved.append(f"step {step_of(newest)} of {phase.recipe.training.max_steps}{of_phase}, in {newest}")
     if not saved:
-        return f"Interrupted: nothing is saved yet, and the same command starts again. {_when_saved(phase)}."
+        training = phase.recipe.training
+        every = training.save_steps
+        when_saved = f"Checkpoints are written by training.save_strategy={training.save_strategy}"
+        if training.save_strategy == "steps":
+            share = f"{every:g} of the steps" if every < 1 else f"{every:g} steps"
+            when_saved = f"A checkpoint is written every {share} (training.save_steps)"
+        return f"Interrupted: nothing is saved yet, and the same command starts again. {when_saved}."
     begins = f"at step {step_of(newest) + 1}" if newest is not None else f"with {phase.name}"
     return f"Interrupted. Saved: {'; '.join(saved)}. The same command resumes {begins}."
-
-
-def _when_saved(phase: Phase) -> str:
-    training = phase.recipe.training
-    every = training.save_steps
-    if training.save_strategy != "steps":
-        return f"Checkpoints are written by training.save_strategy={training.save_strategy}"
-    share = f"{every:g} of the steps" if every < 1 else f"{every:g} steps"
-    return f"A checkpoint is written every {share} (training.save_steps)"
 
 
 @dataclass(frozen=True, repr=False)

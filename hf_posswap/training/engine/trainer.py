@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from hf_posswap.training.engine.objectives import Objective
 from hf_posswap.training.engine.parallel import shard_on_cpus
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADVANCED = "stage_done"
@@ -128,6 +131,38 @@ def stage_done_at(state: TrainerState) -> int | None:
     """Return the step of `state` if a stage was done there before its last step; None: it was not."""
     ends = [int(entry["step"]) for entry in state.log_history if entry.get(ADVANCED)]
     return ends[-1] if ends and ends[-1] == state.global_step else None
+
+
+@dataclass(eq=False)
+class StopAtSigterm(TrainerCallback):
+    """Stops a training in all its processes after the step in which one of them received SIGTERM.
+
+    Attributes:
+        accelerator: of the Trainer.
+        received: the signals that this process received.
+    """
+
+    accelerator: Accelerator
+    received: list[int] = field(default_factory=list)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        signals = torch.tensor(len(self.received), device=self.accelerator.device)
+        if int(self.accelerator.reduce(signals)):  # the sum over processes, which would otherwise stop at other steps
+            control.should_training_stop = True
+
+
+@contextmanager
+def stop_at_sigterm(trainer: PosswapTrainer) -> Iterator[None]:
+    """Have SIGTERM stop the training of `trainer` after a whole step, within the block."""
+    stop, previous = StopAtSigterm(trainer.accelerator), signal.getsignal(signal.SIGTERM)
+    trainer.add_callback(stop)
+    signal.signal(signal.SIGTERM, lambda number, _: stop.received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 class PosswapTrainer(SavingTrainer):

@@ -44,8 +44,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
     "save_strategy": {"metric_for_best_model": "loss"},
 }
-ELSEWHERE = ("deepspeed", "tf32", "bf16", "fp16", "use_cpu", "ddp_backend", "dataloader_pin_memory")
-"""Fields that this machine may not run: what TrainingArguments would be made from is looked at."""
+ELSEWHERE = ("deepspeed", "tf32", "bf16", "fp16", "use_cpu", "ddp_backend", "dataloader_pin_memory",
+             "enable_jit_checkpoint")  # fmt: skip
+"""Fields that this machine may not run, or that the engine does itself: the values before TrainingArguments."""
 
 
 def another(name: str) -> Any:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import Finished, run_recipe
-from hf_posswap.training.engine.checkpoints import problem_of
+from hf_posswap.training.engine.checkpoints import problem_of, step_of
 from hf_posswap.training.engine.parallel import Launch, collator_of, launch_of_environment
 from tests import forked
 from tests.training.engine_runs import FITTING, WORDS, assert_same_weights, recipe, weights_of
@@ -245,6 +247,37 @@ def test_killed_as_a_whole_and_then_in_one_process_it_ends_as_if_nothing_had_bee
     assert_same_weights(again, whole)
     assert_alike(again, one_process(tmp_path, *settings, stages=STAGES))
     hf_posswap.verify_swap(hf_posswap.load(again.model))
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_stops_both_after_the_same_step_and_they_end_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    """With dropout, so that the generators of both processes must be saved at the same step."""
+    settings = ("training.save_steps=20", "training.max_steps=9", "swap.gradual_steps=7")
+    whole = launch(written(tmp_path, "whole", *settings, kind="gpt2"))
+    cut = written(tmp_path, "cut", *settings, "training.enable_jit_checkpoint=true", kind="gpt2")
+    log, checkpoints = tmp_path / "cut" / "log.jsonl", tmp_path / "cut" / "checkpoints"
+
+    def end_early() -> None:
+        def send() -> None:
+            while not (log.exists() and log.read_bytes().count(b'"loss"') >= 3):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=send, daemon=True).start()
+        with pytest.raises(SystemExit):
+            forked.run_script(SCRIPT, "--config", str(cut))
+
+    forked.run_ranks(end_early)
+    (checkpoint,) = checkpoints.iterdir()
+    assert problem_of(checkpoint) is None
+    assert 3 <= step_of(checkpoint) < 9
+    assert len(list(checkpoint.glob("rng_state_*.pth"))) == 2
+    again = launch(cut)
+    assert losses(again) == losses(whole)
+    assert_same_weights(again, whole)
 
 
 def _kill(run: subprocess.Popen[str], *, after: Path, whole: bool) -> None:
