@@ -234,7 +234,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
             swap=None if values is None else swap_digest(SwapRecord.from_dict(values)),
             software=versions(),
         )
-        self._write(inside, state, args)
+        self._write(inside, state.global_step, args)
 
     def _prove(self, model: PreTrainedModel) -> SwapPlan | None:
         """Prove the swap of `model` and return its plan; None: it has none, and needs none."""
@@ -303,6 +303,18 @@ class PosswapCallback(TrainerCallback, ExportableState):
             )
 
     @_ends_watch
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Update the record for a callback that saves at the end of this step before ours (enable_jit_checkpoint)."""
+        self._write(model_inside(model), state.global_step + 1, args)
+
+    @_ends_watch
     def on_step_end(
         self,
         args: TrainingArguments,
@@ -314,7 +326,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
         """Have the first loss logged, and update the record that the next save writes."""
         inside = model_inside(model)
         self._check_intact(inside, state)
-        self._write(inside, state, args)
+        self._write(inside, state.global_step, args)
         if state.global_step == self._step + 1:
             control.should_log = True
 
@@ -387,15 +399,17 @@ class PosswapCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: object,
     ) -> None:
-        """Restore the weight of a blend of the best checkpoint, if the Trainer loaded that, and check the swap."""
-        inside = model_inside(model)
+        """Restore blend and record of the best checkpoint, if the Trainer loaded that, and check the swap."""
+        inside, trained = model_inside(model), None
         best = Path(state.best_model_checkpoint or "", "trainer_state.json")
         if args.load_best_model_at_end and state.best_model_checkpoint and best.is_file():
-            values = _saved_in(TrainerState.load_from_json(str(best))).get("swap")
+            saved = _saved_in(TrainerState.load_from_json(str(best)))
+            values, trained = saved.get("swap"), saved.get("record")
             if values is not None and getattr(inside, "_posswap", None) is not None:
                 set_as_trained(inside, SwapRecord.from_dict(values))
         if self._watch is not None:
-            self._write(inside, state, args)
+            steps, tokens = (state.global_step, None) if trained is None else (trained["steps"], trained["tokens"])
+            self._write(inside, steps, args, tokens)
             self._watch.detach()
         self._trained = None
         self._check_intact(inside, state)
@@ -413,15 +427,15 @@ class PosswapCallback(TrainerCallback, ExportableState):
         if self.scheme is not None:
             check_scheme(model, self.scheme)
 
-    def _write(self, model: PreTrainedModel, state: TrainerState, args: TrainingArguments) -> None:
-        """Put the record into the config, where every save takes it along."""
+    def _write(self, model: PreTrainedModel, steps: int, args: TrainingArguments, tokens: int | None = None) -> None:
+        """Put the record into the config, where every save takes it along; `tokens` None: those read until now."""
         assert self.record is not None
         assert self._watch is not None
         self._swap = getattr(model.config, "posswap", None)
         self.record = replace(
             self.record,
-            steps=state.global_step,
-            tokens=self._before + self._watch.tokens * args.world_size,
+            steps=steps,
+            tokens=self._before + self._watch.tokens * args.world_size if tokens is None else tokens,
             swap=None if self._swap is None else swap_digest(SwapRecord.from_dict(self._swap)),
         )
         setattr(model.config, NAME, self.record.to_dict())

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -396,6 +397,58 @@ def test_a_resumed_run_is_proved_again_and_continues_its_record(restored: bool, 
     assert proof.record.base_weights == first.record.base_weights
     assert proof.first_loss is not None
     assert training_of(load(tmp_path / "checkpoint-6").config) == proof.record
+
+
+@pytest.mark.parametrize(("event", "steps"), [("on_optimizer_step", 3), ("on_substep_end", 2), ("on_log", 2)])
+def test_a_checkpoint_that_sigterm_asks_for_records_the_steps_and_tokens_of_its_weights(
+    event: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer saves it at the next event, before the callbacks that it was given see that event."""
+    from transformers.trainer_jit_checkpoint import CheckpointManager
+
+    monkeypatch.setattr(CheckpointManager.__init__, "__defaults__", (0,))  # seconds that it waits after SIGTERM
+
+    class Ended(TrainerCallback):
+        """Sends SIGTERM at an event of the third step, or at the end of the second."""
+
+    def send(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not any(getattr(each, "is_checkpoint_requested", False) for each in managers):
+                time.sleep(0.001)
+
+    setattr(Ended, event, send)
+    options = {"gradient_accumulation_steps": 2, "save_steps": 100, "logging_steps": 1, "data": rows(16)}
+    run = trainer(swapped("alibi"), tmp_path, PosswapCallback(), Ended(), enable_jit_checkpoint=True, **options)
+    managers = [getattr(callback, "jit_manager", None) for callback in run.callback_handler.callbacks]
+    run.train()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    recorded = json.loads((checkpoint / "config.json").read_text())["posswap_training"]
+    stored = state["stateful_callbacks"]["PosswapCallback"]["attributes"]["resumed"]["record"]
+    expected = (steps, steps * 4 * LENGTH)
+    assert state["global_step"] == steps
+    assert (recorded["steps"], recorded["tokens"]) == (stored["steps"], stored["tokens"]) == expected
+    proof = PosswapCallback()
+    again = trainer(swapped("alibi"), tmp_path / "again", proof, **options)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert proof.record is not None
+    assert (proof.record.steps, proof.record.tokens) == (4, 4 * 4 * LENGTH)
+
+
+def test_the_best_model_records_its_own_steps_and_tokens_and_not_those_of_the_whole_training(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    proof, kept = PosswapCallback(), 2
+    # the metric is the step, so that the best one is known
+    run = trainer(swapped("alibi"), tmp_path, proof, metric_for_best_model="nearness", greater_is_better=True, **best)
+    run.compute_metrics = lambda _: {"nearness": -abs(run.state.global_step - kept)}
+    run.train()
+    assert str(run.state.best_model_checkpoint).endswith(f"checkpoint-{kept}")
+    run.save_model(str(tmp_path / "saved"))
+    recorded = json.loads((tmp_path / "saved" / "config.json").read_text())["posswap_training"]
+    at_best = json.loads((tmp_path / f"checkpoint-{kept}" / "config.json").read_text())["posswap_training"]
+    assert recorded == at_best
+    assert (recorded["steps"], recorded["tokens"]) == (kept, kept * 2 * LENGTH)
 
 
 def test_a_resumed_run_with_another_swap_or_none_is_refused(tmp_path: Path) -> None:

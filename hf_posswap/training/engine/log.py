@@ -147,16 +147,12 @@ class Watch(TrainerCallback):
         loss_by_length = {length: nll for length, nll in losses if length}
         self.log.write({"step": state.global_step, "nll": loss_by_length})
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self._tick()
-
     def _tick(self) -> None:
         self.seconds = self._before + time.monotonic() - self._began
 
     def close(self) -> None:
-        """Close the progress bar, whether the training succeeded or not."""
+        """Stop the clock and close the progress bar, whether the training succeeded or not."""
+        self._tick()
         self._stack.close()
         self._task = None
 
