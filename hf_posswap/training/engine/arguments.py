@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_posswap.compat.transformers_trainer import checkpointing_argument, use_one_gpu
 from hf_posswap.errors import CheckpointError, ConfigError
@@ -32,6 +32,8 @@ _REFUSED_KEYS = {
     "scheduler": "training.lr_scheduler_type would be lost: leave it out, the recipe has one",
     "tensor_parallel": "it splits the heads that a swap relies on: leave it out",
 }
+_OPTION_VALUES = ("0.25", "3", "true", "float16")
+"""Values of every type that the options of optimizers have."""
 _OLD_NAME = "gradient_checkpointing"
 
 
@@ -129,9 +131,10 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     Raises:
         ConfigError: transformers refuses the values, or cannot meet them on this machine.
     """
+    values = argument_values(recipe, folder)
     try:
         # enable_jit_checkpoint is the engine's own (stop_at_sigterm): transformers saves in the middle of a step
-        arguments = TrainingArguments(**{**argument_values(recipe, folder), "enable_jit_checkpoint": False})
+        arguments = TrainingArguments(**{**values, "enable_jit_checkpoint": False})
         # A schedule for a dummy optimizer refuses bad arguments before a model loads.
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
         warmup = arguments.get_warmup_steps(arguments.max_steps)
@@ -140,8 +143,30 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         get_scheduler(arguments.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=scheduler_kwargs)
     except (ValueError, ImportError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(f"training: {' '.join(str(error).split())}") from error
+    unread = _unread_options(arguments)
+    if unread:
+        raise ConfigError(
+            f"training.optim_args: transformers passes no {' or '.join(unread)} to {values['optim']}, and drops "
+            "it silently: leave it out, or choose another training.optim."
+        )
     use_one_gpu(arguments)  # a process without a launcher may see several
     return arguments
+
+
+def _unread_options(arguments: TrainingArguments) -> list[str]:
+    """Return the names in `optim_args` that change nothing of the optimizer, whatever their value is."""
+    pairs = [pair.partition("=") for pair in (arguments.optim_args or "").replace(" ", "").split(",") if pair]
+    unread, trial = [], copy.copy(arguments)
+    for name, _, given in pairs:
+        outcomes: list[object] = []
+        for value in (None, given, *_OPTION_VALUES):
+            trial.optim_args = None if value is None else f"{name}={value}"
+            try:
+                outcomes.append(Trainer.get_optimizer_cls_and_kwargs(trial)[1])
+            except Exception as error:  # noqa: BLE001 - it reads the value, or the optimizer is not installed
+                outcomes.append(error)
+        unread += [name] if all(outcome == outcomes[0] for outcome in outcomes) else []
+    return unread
 
 
 def argument_values(recipe: Recipe, folder: Path) -> dict[str, Any]:

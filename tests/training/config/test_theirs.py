@@ -30,6 +30,7 @@ ANOTHER: dict[str, Any] = {
     "include_for_metrics": ["loss"],
     "include_num_input_tokens_seen": "all",
     "label_names": ["labels"],
+    "metric_for_best_model": "eval_loss",
     "adam_beta1": 0.5,
     "adam_beta2": 0.5,
     "hub_model_id": "me/mine",
@@ -43,6 +44,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
     "save_strategy": {"metric_for_best_model": "loss"},
+    "optim_args": {"optim": "sgd"},
 }
 ELSEWHERE = ("deepspeed", "tf32", "bf16", "fp16", "use_cpu", "ddp_backend", "dataloader_pin_memory",
              "enable_jit_checkpoint")  # fmt: skip

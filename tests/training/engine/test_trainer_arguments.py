@@ -96,6 +96,15 @@ def test_what_sgd_does_to_the_weights_is_the_gradient_times_the_rate(tmp_path: P
         (("training.lr_scheduler_kwargs={cycles: 2}",), r"training: .*unexpected keyword argument 'cycles'"),
         (("training.eval_strategy=steps", "training.eval_steps=2.5"), r"training: --eval_steps must be an integer"),
         (("training.optim=lion_8bit",), r"training.optim: .*bitsandbytes"),
+        (("training.optim_args='amsgrad=True'",), r"optim_args: transformers passes no amsgrad to adamw_torch"),
+        (
+            ("training.optim=sgd", "training.optim_args='momentum=0, nesterov=no, momentun=0.9'"),
+            r"optim_args: transformers passes no momentun to sgd",
+        ),
+        (
+            ("training.optim=adafactor", "training.optim_args='scale_parameter=True'"),
+            r"no scale_parameter to adafactor",
+        ),
         (("training.eval_strategy=steps",), r"training.eval_strategy needs Services.evaluate"),
     ],
 )
