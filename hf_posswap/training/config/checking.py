@@ -30,7 +30,7 @@ def check(recipe: Recipe) -> list[Problem]:
         ['training.warmup_steps: 2000 steps of warm-up in a training of 1000.']
     """
     checks = (
-        *(_model, _swap, _centre, _fit, _gradual, _objective, _trainable, _refused, _training, _sizes, _computing),
+        *(_model, _swap, _fit, _gradual, _objective, _trainable, _refused, _training, _sizes, _computing),
         *(_rest, _evaluation, _missing, _stages),
     )
     return [problem for check_section in checks for problem in check_section(recipe)]
@@ -65,16 +65,13 @@ def _swap(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, "needs a swap, and swap.scheme is none.", ("swap.scheme",))
 
 
-def _centre(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.swap.centre and recipe.peft is not None:
+def _fit(recipe: Recipe) -> Iterator[Problem]:
+    key, swap = "swap.fit", recipe.swap
+    if swap.centre and recipe.peft is not None:
         message = (
             "it changes the base's own token embeddings, which adapters do not hold; leave one of centre and peft out."
         )
         yield Problem("swap.centre", message, ("peft",))
-
-
-def _fit(recipe: Recipe) -> Iterator[Problem]:
-    key, swap = "swap.fit", recipe.swap
     if swap.fit < 0:
         yield Problem(key, f"expected a number of windows from 0, got {swap.fit}.")
     if swap.fit < 1:
@@ -283,6 +280,11 @@ def _evaluation(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("evaluation.lengths", f"{reason}empty.", ("objective.kind",))
     if (recipe.training.eval_strategy != "no" or recipe.training.eval_on_start) and objective in ("masked", *SENTENCES):
         yield Problem("training.eval_strategy", f"{reason}out.", ("objective.kind",))
+    metric = recipe.training.metric_for_best_model
+    metrics = ["loss", *(f"loss_at_{length}" for length in lengths)]
+    if metric is not None and metric.removeprefix("eval_") not in metrics:
+        known = " or ".join(metrics)
+        yield Problem("training.metric_for_best_model", f"expected {known}, got {metric!r}.", ("evaluation.lengths",))
 
 
 def _missing(recipe: Recipe) -> Iterator[Problem]:

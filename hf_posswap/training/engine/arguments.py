@@ -177,6 +177,8 @@ def argument_values(recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
     values |= {"output_dir": str(folder), "data_seed": recipe.data.seed, "use_cpu": on_cpu(recipe)}
     values["optim"] = recipe.training.optim or ("adamw_torch" if on_cpu(recipe) else "adamw_torch_fused")
+    if values.get("metric_for_best_model") and recipe.training.greater_is_better is None:
+        values["greater_is_better"] = False  # all are losses; transformers knows only those whose names end in "loss"
     if recipe.training.deepspeed:
         values["deepspeed"] = completed(configuration(recipe.training.deepspeed))
     if on_cpu(recipe):

@@ -235,6 +235,11 @@ IMPOSSIBLE = [
         {"training": {"eval_strategy": "steps"}, "objective": {"kind": "masked"}},
         r"eval_strategy: .* an encoder has not",
     ),
+    (
+        {"training": {"metric_for_best_model": "loss_at_64"}, "evaluation": {"lengths": [32, 128]}},
+        r"training.metric_for_best_model: expected loss or loss_at_32 or loss_at_128, got 'loss_at_64'",
+    ),
+    ({"training": {"metric_for_best_model": "accuracy"}}, r"metric_for_best_model: expected loss, got 'accuracy'"),
     ({"evaluation": {"lengths": [1]}}, r"expected at least 2 tokens each, got \[1\]"),
     ({"evaluation": {"documents": 1}}, r"evaluation.documents: expected at least 2, got 1"),
     ({"evaluation": {"lengths": [8]}, "objective": {"kind": "masked"}}, r"which an encoder has not"),

@@ -130,6 +130,17 @@ def test_held_out_loss_is_measured_as_eval_strategy_says_and_steers_the_schedule
     assert entries[-1]["nll"] != entries[0]["nll"]
 
 
+def test_a_checkpoint_of_the_best_loss_at_a_length_is_one_where_that_loss_fell(tmp_path: Path) -> None:
+    settings = ("training.eval_strategy=steps", "training.eval_steps=1", "training.save_strategy=best",
+                "training.metric_for_best_model=loss_at_24", "evaluation.lengths=[24, 32]",
+                "training.save_total_limit=9")  # fmt: skip
+    losses = iter((5.0, 4.0, 6.0, 4.5, 3.0, 3.5, 1.0))
+    services = Services(evaluate=lambda *_, **__: {24: next(losses), 32: 2.0})
+    done = trained(tmp_path, *settings, services=services, kind="llama")
+    steps = {int(path.name.partition("-")[2]) for path in (done.folder / "checkpoints").iterdir()}
+    assert steps == {1, 2, 5}
+
+
 @pytest.mark.slow
 def test_the_report_tells_time_speed_and_held_out_loss(tmp_path: Path) -> None:
     done = run_recipe(recipe(tmp_path, kind="llama"))
