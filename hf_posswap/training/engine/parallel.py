@@ -287,11 +287,16 @@ def refuse_silent_errors(recipe: Recipe, scheme: Scheme | None, launch: Launch) 
 
 
 def refuse_on_cpu(recipe: Recipe, launch: Launch) -> None:
-    """Refuse context parallelism if `recipe` runs on a CPU: torch supports it only on GPUs.
+    """Refuse what needs a GPU if `recipe` runs on a CPU: context parallelism, and fp16.
 
     Raises:
-        UnsupportedSwapError: names an alternative.
+        UnsupportedSwapError, ConfigError: names an alternative.
     """
+    if recipe.training.fp16 and on_cpu(recipe):
+        raise ConfigError(
+            "training.fp16: it is for GPUs, and on a CPU accelerate trains in float32 without saying so. Use "
+            "training.bf16=true, or leave it out, here and in accelerate's file."
+        )
     if launch.context > 1 and on_cpu(recipe):
         raise UnsupportedSwapError(
             "context parallelism is not possible on a CPU: torch splits a sequence only in its GPU attention kernels. "

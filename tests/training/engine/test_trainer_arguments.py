@@ -105,6 +105,7 @@ def test_what_sgd_does_to_the_weights_is_the_gradient_times_the_rate(tmp_path: P
             ("training.optim=adafactor", "training.optim_args='scale_parameter=True'"),
             r"no scale_parameter to adafactor",
         ),
+        (("training.fp16=true", "training.use_cpu=true"), r"training.fp16: .* on a CPU accelerate trains in float32"),
         (("training.eval_strategy=steps",), r"training.eval_strategy needs Services.evaluate"),
     ],
 )
