@@ -141,8 +141,14 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         steps: dict[str, Any] = {"num_warmup_steps": warmup, "num_training_steps": arguments.max_steps}
         scheduler_kwargs: Any = arguments.lr_scheduler_kwargs
         get_scheduler(arguments.lr_scheduler_type, optimizer, **steps, scheduler_specific_kwargs=scheduler_kwargs)
+        begins_at_full_rate = optimizer.param_groups[0]["lr"] >= arguments.learning_rate
     except (ValueError, ImportError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(f"training: {' '.join(str(error).split())}") from error
+    if warmup and begins_at_full_rate:
+        raise ConfigError(
+            f"training.warmup_steps: {recipe.training.lr_scheduler_type} has no warm-up, and transformers drops its "
+            f"{warmup} steps silently: set training.warmup_steps=0, or a schedule with one, as constant_with_warmup."
+        )
     unread = _unread_options(arguments)
     if unread:
         raise ConfigError(

@@ -33,7 +33,8 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
         ("cosine", {}),
         ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
         ("warmup_stable_decay", {"num_decay_steps": 3}),
-        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {}),
     ],
 )
 def test_the_rate_of_each_step_is_that_of_transformers_schedule(tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
@@ -104,6 +105,11 @@ def test_what_sgd_does_to_the_weights_is_the_gradient_times_the_rate(tmp_path: P
         (
             ("training.optim=adafactor", "training.optim_args='scale_parameter=True'"),
             r"no scale_parameter to adafactor",
+        ),
+        (("training.lr_scheduler_type=constant",), r"warmup_steps: constant has no warm-up, and .* its 2 steps"),
+        (
+            ("training.lr_scheduler_type=reduce_lr_on_plateau", "training.eval_strategy=steps"),
+            r"warmup_steps: reduce_lr_on_plateau has no warm-up",
         ),
         (("training.fp16=true", "training.use_cpu=true"), r"training.fp16: .* on a CPU accelerate trains in float32"),
         (("training.eval_strategy=steps",), r"training.eval_strategy needs Services.evaluate"),
