@@ -242,7 +242,7 @@ def _how_to_load(plan: SwapPlan, folder: Path) -> str:
     if plan.route == "native":
         return "Load it with transformers as any other checkpoint, or with hf_posswap.load."
     modules = ", ".join(dict.fromkeys((plan.record.imports or {}).values()))
-    first = f" Import {modules} first: a scheme of its own is registered there." if modules else ""
+    first = f" Import {modules} first: its scheme is registered there." if modules else ""
     if not (folder / "modeling_posswap.py").is_file():
         return f"Load it with hf_posswap.load, or with transformers after import hf_posswap.{first}"
     return (

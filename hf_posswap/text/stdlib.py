@@ -94,8 +94,7 @@ def python_corpus(stdlib: Path | None = None, *, held_out: float = 0.1) -> Corpu
             if name.endswith(".py") and (text := _read(Path(folder, name))):
                 documents.append(Document("/".join(("stdlib", *components, name)), text))
     documents += _topics() if stdlib is None else []
-    size = sum(len(document.text) for document in documents)
-    if size < _LEAST_BYTES:
+    if (size := sum(len(document.text) for document in documents)) < _LEAST_BYTES:
         raise DataError(
             f"only {size:,} characters of Python source and documentation at {root}, expected {_LEAST_BYTES:,} or "
             "more: this Python comes without its sources. Use another Python, such as one from python.org or uv."

@@ -137,14 +137,14 @@ def _write_losses(
 
     def use(apart: BodyAndHead) -> Tensor:
         states, chosen_targets = apart.states[wanted], targets[wanted]
-        parts = [
+        losses_by_chunk = [
             functional.cross_entropy(
                 apart.head(states[at : at + chunk]).float(), chosen_targets[at : at + chunk], reduction="none"
             )
             for at in range(0, len(states), chunk)
         ]
-        if parts:
-            losses[wanted] = torch.cat(parts)
+        if losses_by_chunk:
+            losses[wanted] = torch.cat(losses_by_chunk)
         return apart.states.new_zeros(())
 
     run_body_and_head(model, inputs, use)

@@ -147,8 +147,8 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 def _digest(tensor: Tensor) -> str:
     whole = hashlib.sha256()
-    for part in plain_parts(tensor):
-        whole.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for plain in plain_parts(tensor):
+        whole.update(plain.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 
@@ -162,4 +162,4 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    return [plain for name in names for plain in plain_parts(getattr(tensor, name))]

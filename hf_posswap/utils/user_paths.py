@@ -76,7 +76,7 @@ def without_folder(name: str | None) -> str | None:
 def import_module(name: str) -> ModuleType:
     """Import a module, once in a process, and return it: its decorators register what it defines.
 
-    What its code prints goes to standard error: on standard output may be JSON that a program reads.
+    Its prints go to standard error: on standard output may be JSON that a program reads.
 
     A file becomes a module of its name without .py, so that other processes, pickles and checkpoints find it again
     where its folder is on `PYTHONPATH`, or is the current one.

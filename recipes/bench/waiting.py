@@ -97,7 +97,7 @@ def _run(*command: object) -> Callable[[], None]:
 
     def run() -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        # pip compiles what it installs; with this set, each run would compile the package anew
+        # pip compiles packages when it installs them; with this set, each run would compile the package anew
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = subprocess.run(
             [*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

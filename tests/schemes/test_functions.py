@@ -407,7 +407,7 @@ def test_a_training_is_another_one_where_the_code_of_its_scheme_was_edited(
     monkeypatch.chdir(own_file.parent / "elsewhere")  # the same training from another working directory
     there = load_recipe("../mine.yaml")
     assert identity_of(there, Launch(1)) == before
-    Path("recipe.json").write_text(json.dumps(to_dict(there)))  # as a run leaves it, in a folder of its own
+    Path("recipe.json").write_text(json.dumps(to_dict(there)))  # as a run leaves it, in its folder
     assert identity_of(load_recipe("recipe.json"), Launch(1)) == before
     edited(own_file)
     assert [key for key, *_ in differences(before, identity_of(load_recipe(recipe), Launch(1)))] == [

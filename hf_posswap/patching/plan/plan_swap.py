@@ -181,10 +181,10 @@ def _resolved(
     return resolved
 
 
-def _refuse_other_type(scheme: Scheme, part: str, value: object, expected: type | UnionType) -> None:
+def _refuse_other_type(scheme: Scheme, method: str, value: object, expected: type | UnionType) -> None:
     if not isinstance(value, expected):
         raise SchemeError(
-            f"{scheme.name}: {part} of {type(scheme).__name__} gives {brief_repr(value)}, expected a value of type "
+            f"{scheme.name}: {method} of {type(scheme).__name__} gives {brief_repr(value)}, expected a value of type "
             f"{getattr(expected, '__name__', expected)}. See hf_posswap.schemes.Scheme for what each method returns."
         )
 

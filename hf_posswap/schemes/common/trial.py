@@ -168,16 +168,16 @@ class _Trial:
         step = self._called("pieces", self.queries[:, 1:2], self.keys[:, :3])  # of decoding
         same = len(step) == len(pieces) and self.scheme.traits.prefix_consistent
         for piece, alone in zip(pieces, step if same else pieces, strict=True):
-            for name, raw, part in (("rotate_query", query, slice(1, 2)), ("rotate_key", key, slice(0, 3))):
+            for name, raw, span in (("rotate_query", query, slice(1, 2)), ("rotate_key", key, slice(0, 3))):
                 try:
                     turned = getattr(piece, name)(raw, 0, raw.shape[2])
-                    of_step = getattr(alone, name)(raw[:, :, part], 0, part.stop - part.start) if same else None
+                    of_step = getattr(alone, name)(raw[:, :, span], 0, span.stop - span.start) if same else None
                 except Exception as error:  # arbitrary code of a scheme
                     raise self._wrong("pieces", f"cannot {name}: {type(error).__name__}: {error}", "pieces") from error
                 self._check(f"{name} of a piece", turned, [tuple(raw.shape)])
                 if of_step is not None:
                     expected = f"same for a token, {_OTHERS}"
-                    self._agree(f"{name} of a piece", of_step, turned[:, :, part], expected, "itself")
+                    self._agree(f"{name} of a piece", of_step, turned[:, :, span], expected, "itself")
                 yield turned
 
     def _scales(self) -> Iterator[Tensor]:

@@ -79,7 +79,7 @@ def _run_silently(wanted: Recipe) -> None:
 
 
 def start(wanted: Recipe) -> Any:
-    """Start a training in a process of its own."""
+    """Start a training in a new process."""
     return forked.start(lambda: _run_silently(wanted))
 
 

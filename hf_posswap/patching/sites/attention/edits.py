@@ -182,7 +182,7 @@ class StartHook:
         signature: names of the module's positional arguments.
         masks_by_index: whether the stack is causal and its stock class, told of position ids or not, goes by none;
             None: it takes ids, and the first packed documents show whether it masks by them.
-        sides: the values of `is_causal` under which the scheme is what it was made to be; empty: any.
+        sides: the values of `is_causal` that suit the scheme; empty: any.
     """
 
     sides: tuple[bool | None, ...] = ()
@@ -318,7 +318,12 @@ class AddMechanism(PluginOnly, TouchesModule):
             return True
         here, there = _constants(mechanism), _constants(other)
         plain, other_plain = (
-            [value for part in one.modules() for value in vars(part).values() if isinstance(value, bool | int | float)]
+            [
+                value
+                for module in one.modules()
+                for value in vars(module).values()
+                if isinstance(value, bool | int | float)
+            ]
             for one in (mechanism, other)
         )
         differ = any(name not in there or not torch.equal(here[name].cpu(), there[name].cpu()) for name in here)

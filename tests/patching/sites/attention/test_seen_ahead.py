@@ -232,7 +232,7 @@ def test_a_call_for_both_sides_is_refused_where_the_scheme_was_made_for_one(sche
 
 
 class Flagged(DistanceMechanism):
-    """Goes by a flag of its own, which no tensor shows."""
+    """Goes by a flag, which no tensor shows."""
 
     def __init__(self, heads: int, causal: bool) -> None:
         super().__init__()
