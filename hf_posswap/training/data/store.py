@@ -295,7 +295,7 @@ def _refuse_text_among_chats(text: str, encoder: ChatEncoder) -> None:
     if encoder.assistant_only or encoder.completion_only:
         raise DataError(
             f"{text} is text, other rows of its source are chats, and data.{key}=true counts only parts of chats: put "
-            "text into a source of its own, where it is counted whole."
+            "text into another source, where it is counted whole."
         )
 
 
