@@ -312,7 +312,9 @@ class PosswapCallback(TrainerCallback, ExportableState):
         **kwargs: object,
     ) -> None:
         """Update the record for a callback that saves at the end of this step before ours (enable_jit_checkpoint)."""
-        self._write(model_inside(model), state.global_step + 1, args)
+        inside = model_inside(model)
+        self._check_intact(inside, state)
+        self._write(inside, state.global_step + 1, args)
 
     @_ends_watch
     def on_step_end(

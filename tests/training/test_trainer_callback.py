@@ -221,6 +221,22 @@ def test_a_mechanism_that_is_lost_in_training_stops_it_before_anything_is_saved(
     assert not (tmp_path / "checkpoint-2").exists()
 
 
+@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"])
+def test_a_mechanism_that_is_lost_within_a_step_stops_it_before_anything_is_saved(event: str, tmp_path: Path) -> None:
+    class Loses(TrainerCallback):
+        """Undoes the swap at an event within the second step."""
+
+    def lose(self: Any, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1 and getattr(model, "_posswap", None) is not None:
+            unpatch_model(model)
+
+    setattr(Loses, event, lose)
+    run = trainer(swapped(), tmp_path, Loses(), PosswapCallback(), gradient_accumulation_steps=2)
+    with pytest.raises(SwapVerificationError, match="lost its swap by step"):
+        run.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 def test_a_trainer_whose_model_was_replaced_is_refused(tmp_path: Path) -> None:
     run = trainer(swapped(), tmp_path, PosswapCallback())
     run.model = run.model_wrapped = tiny("llama")

@@ -20,7 +20,7 @@ from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.scheme_values import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
 from hf_posswap.training.engine.arguments import training_arguments
-from hf_posswap.training.engine.checkpoints import differences, step_of
+from hf_posswap.training.engine.checkpoints import SEAL, checkpoints_in, differences, step_of
 from hf_posswap.training.engine.gates import probe
 from hf_posswap.training.engine.log import RunLog, Watch, tensorboard_callback
 from hf_posswap.training.engine.parallel import Launch, collator_of
@@ -147,9 +147,9 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     try:
         with stop_at_sigterm(trainer) if recipe.training.enable_jit_checkpoint else nullcontext():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            _refuse_unfinished(trainer)  # here, where a second SIGTERM does not end the writing
     finally:
         watch.close()
-    _refuse_unfinished(trainer)
     steps = trainer.state.global_step
     prepared.model.config.use_cache = True  # the Trainer turned it off
     if recipe.swap.gradual_steps:
@@ -173,8 +173,7 @@ def _refuse_unfinished(trainer: PosswapTrainer) -> None:
     steps = trainer.state.global_step
     if steps >= trainer.args.max_steps or stage_done_at(trainer.state) is not None:
         return
-    saved = trainer.newest_checkpoint()
-    if saved is None or step_of(saved) < steps:
+    if not any(step_of(path) == steps and (path / SEAL).is_file() for path in checkpoints_in(trainer.folder)):
         trainer.save_checkpoint()
     raise TrainingError(
         f"the training was asked to stop after step {steps} of {trainer.args.max_steps}, and is not finished (with "
