@@ -147,7 +147,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     try:
         with stop_at_sigterm(trainer) if recipe.training.enable_jit_checkpoint else nullcontext():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            _refuse_unfinished(trainer)  # here, where a second SIGTERM does not end the writing
+            _end_unfinished(trainer)  # here, where a second SIGTERM does not end the writing
     finally:
         watch.close()
     steps = trainer.state.global_step
@@ -168,8 +168,8 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     return result
 
 
-def _refuse_unfinished(trainer: PosswapTrainer) -> None:
-    """Raise if the training stopped before its last step, with a checkpoint of where it stopped."""
+def _end_unfinished(trainer: PosswapTrainer) -> None:
+    """If the training stopped before its last step, write a checkpoint of where it stopped, and raise."""
     steps = trainer.state.global_step
     if steps >= trainer.args.max_steps or stage_done_at(trainer.state) is not None:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +156,16 @@ class StopAtSigterm(TrainerCallback):
 
 @contextmanager
 def stop_at_sigterm(trainer: PosswapTrainer) -> Iterator[None]:
-    """Have SIGTERM stop the training of `trainer` after a whole step, within the block."""
+    """Have SIGTERM stop the training of `trainer` after a whole step, within the block.
+
+    Raises:
+        ConfigError: this is no main thread, and Python gives signals to that alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "training.enable_jit_checkpoint: Python gives SIGTERM to the main thread alone, and this training runs in "
+            "another. Call run_recipe in the main thread, or leave it out."
+        )
     stop, previous = StopAtSigterm(trainer.accelerator), signal.getsignal(signal.SIGTERM)
     trainer.add_callback(stop)
     signal.signal(signal.SIGTERM, lambda number, _: stop.received.append(number))

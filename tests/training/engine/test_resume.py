@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from hf_posswap.adapting import nll_at_lengths
-from hf_posswap.errors import CheckpointError, TrainingError, TrainingWarning
+from hf_posswap.errors import CheckpointError, ConfigError, TrainingError, TrainingWarning
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.reading import merge
 from hf_posswap.training.engine import Finished, Services, run_recipe
@@ -177,6 +178,12 @@ def test_a_training_that_sigterm_ends_is_not_taken_for_a_finished_one_and_ends_w
     assert steps == list(range(1, 13))
     assert_same_weights(done, whole)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_is_refused_in_a_thread_that_gets_no_signals(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, training={"max_steps": 3, "enable_jit_checkpoint": True})
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match="enable_jit_checkpoint.*main thread alone"):
+        threads.submit(run_recipe, wanted, FITTING).result()
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ class AddMechanism(PluginOnly, TouchesModule):
         start = start_hook(model, self.entry)
         if start is None:
             return "the hook that separates forwards is missing"
-        sides = getattr(model.config, "is_causal", None)
+        sides = getattr(getattr(model.get_submodule(self.entry), "config", model.config), "is_causal", None)
         changed = bool(start.sides) and sides not in start.sides
         return f"config.is_causal was set to {sides} after the swap" if changed else None
 
