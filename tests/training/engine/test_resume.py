@@ -12,13 +12,14 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -71,6 +72,15 @@ MEASURING = dataclasses.replace(FITTING, evaluate=nll_at_lengths)
 TIMES = {"seconds", "tokens_per_second", "peak_memory", "train_runtime"}
 SLOW = ("adapter", "gradual", "stages", "fitted")
 KINDS = {"stages": "llama", "adapter": "llama", "bloom": "bloom", "gptj": "gptj"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Train on one thread here, as in forked processes: the last bits of sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _run_silently(wanted: Recipe) -> None:
