@@ -1,10 +1,5 @@
 # The public names, the one list of them, a line each: whence type checkers, `__all__` and `hf_posswap.NAME` take them.
 from hf_posswap import errors as errors
-from hf_posswap.adapting import run_recipe as run_recipe
-from hf_posswap.advice.advise import Advice as Advice
-from hf_posswap.advice.advise import advise as advise
-from hf_posswap.checking.report import CheckReport as CheckReport
-from hf_posswap.checking.run import check as check
 from hf_posswap.checkpoints.adapters import add_adapter as add_adapter
 from hf_posswap.checkpoints.adapters import position_modules as position_modules
 from hf_posswap.checkpoints.doctor import doctor as doctor
@@ -27,6 +22,10 @@ from hf_posswap.comparison.run import evaluate as evaluate
 from hf_posswap.comparison.settings import EvalSettings as EvalSettings
 from hf_posswap.families import Family as Family
 from hf_posswap.families import TableSpec as TableSpec
+from hf_posswap.inspection.advice.advise import Advice as Advice
+from hf_posswap.inspection.advice.advise import advise as advise
+from hf_posswap.inspection.checking.report import CheckReport as CheckReport
+from hf_posswap.inspection.checking.run import check as check
 from hf_posswap.patching.apply.patch_model import patch_model as patch_model
 from hf_posswap.patching.apply.patch_model import patched as patched
 from hf_posswap.patching.apply.patch_model import swap_plan as swap_plan
@@ -75,16 +74,17 @@ from hf_posswap.schemes import T5Bias as T5Bias
 from hf_posswap.schemes import Together as Together
 from hf_posswap.schemes import XPos as XPos
 from hf_posswap.schemes import Yarn as Yarn
-from hf_posswap.search.bias import fit_bias as fit_bias
-from hf_posswap.search.logit_scale import LogitScaleFit as LogitScaleFit
-from hf_posswap.search.logit_scale import fit_logit_scale as fit_logit_scale
-from hf_posswap.search.longrope import LongRopeSearch as LongRopeSearch
-from hf_posswap.search.longrope import search_longrope as search_longrope
-from hf_posswap.search.pairs import rank_pairs as rank_pairs
-from hf_posswap.search.pairs import select_pairs as select_pairs
-from hf_posswap.search.rotation import RotationFit as RotationFit
-from hf_posswap.search.rotation import fit_rotation as fit_rotation
+from hf_posswap.training.adapting import run_recipe as run_recipe
 from hf_posswap.training.config.load import load_recipe as load_recipe
+from hf_posswap.training.search.bias import fit_bias as fit_bias
+from hf_posswap.training.search.logit_scale import LogitScaleFit as LogitScaleFit
+from hf_posswap.training.search.logit_scale import fit_logit_scale as fit_logit_scale
+from hf_posswap.training.search.longrope import LongRopeSearch as LongRopeSearch
+from hf_posswap.training.search.longrope import search_longrope as search_longrope
+from hf_posswap.training.search.pairs import rank_pairs as rank_pairs
+from hf_posswap.training.search.pairs import select_pairs as select_pairs
+from hf_posswap.training.search.rotation import RotationFit as RotationFit
+from hf_posswap.training.search.rotation import fit_rotation as fit_rotation
 from hf_posswap.training.trainer_callback import PosswapCallback as PosswapCallback
 
 __version__: str

@@ -59,8 +59,8 @@ def main(
     ] = None,
 ) -> None:
     """Create a small model, train it from scratch, and print the cost."""
-    from hf_posswap.adapting import run_recipe
     from hf_posswap.cli.output import console
+    from hf_posswap.training.adapting import run_recipe
     from hf_posswap.training.config import load_recipe
     from hf_posswap.training.fresh import FreshSettings
     from hf_posswap.utils.progress import Reporter

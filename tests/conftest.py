@@ -41,9 +41,9 @@ ANNOUNCED = (
 """Reasons to skip that are said once more at the end, in a line that is seen."""
 
 SLOW_EXAMPLES = (
-    "hf_posswap.adapting.run_recipe",
+    "hf_posswap.training.adapting.run_recipe",
     "hf_posswap.comparison.attention.compare_attention",
-    "hf_posswap.selfcheck.run.selfcheck",
+    "hf_posswap.testing.selfcheck.run.selfcheck",
 )
 """Examples in docstrings that are marked slow."""
 

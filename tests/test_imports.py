@@ -25,18 +25,17 @@ LAYERS = (
     {"testing"},
     {"patching"},
     {"checkpoints", "plotting"},
-    {"checking", "training", "evaluation", "report", "serving"},
-    {"comparison", "search"},
-    {"adapting", "advice", "integrations"},
-    {"harness", "explorer"},
+    {"evaluation"},
+    {"training", "comparison"},
+    {"inspection", "integrations", "harness"},
     {FACADE},  # the public names
-    {"quickstart", "selfcheck", "testing.contract"},
+    {"quickstart", "testing.selfcheck", "testing.contract"},
     {"cli"},
     {"command"},
     {"__main__"},
 )
 # Folders that are a part of their own, above the part that they lie in.
-APART = {"testing.contract"}
+APART = {"testing.contract", "testing.selfcheck"}
 PLUGIN = "hf_posswap/testing/contract/plugin.py"
 # The folders of patching: each imports those above it; those in one line never import each other.
 PATCHING = (
@@ -213,11 +212,26 @@ def test_imports_go_one_way() -> None:
 
 
 def test_the_page_lists_the_rooms_in_the_order_of_their_imports() -> None:
-    page = (ROOT / ".docs" / "pages" / "internals.md").read_text(encoding="utf-8")
+    page = (ROOT / "hf_posswap" / "README.md").read_text(encoding="utf-8")
     table = page.partition("| in `hf_posswap/` | contents |")[2].partition("\n\n")[0]
     rows = [set(re.findall(r"`([\w.]+)`", line.split("|")[1])) for line in table.splitlines() if line.startswith("| `")]
     order = [layer for layer in LAYERS if layer not in ({FACADE}, {"command"}, {"__main__"})]
     assert rows == [*order, {"command", "__main__"}]
+
+
+def test_each_room_has_a_readme_whose_files_are_there() -> None:
+    package = ROOT / "hf_posswap"
+    absent = {}
+    for room in (path for path in package.iterdir() if (path / "__init__.py").exists()):
+        text = (room / "README.md").read_text(encoding="utf-8")
+        names = re.findall(r"`([\w./]+(?:\.py|\.json|/))`", text)
+        assert names, room
+        absent[room.name] = [
+            name
+            for name in names
+            if not any(room.rglob(name)) and not (package / name).exists() and not (ROOT / name).exists()
+        ]
+    assert {room: names for room, names in absent.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +248,7 @@ def test_the_page_lists_the_rooms_in_the_order_of_their_imports() -> None:
         ("families/bert.py", "from hf_posswap import schemes", "families imports schemes"),
         ("families/bert.py", "if TYPE_CHECKING:\n    from hf_posswap import patching", "families imports patching"),
         ("patching/plan/swap_plan.py", "from hf_posswap import load", "patching imports __init__"),
-        ("training/loop.py", "from hf_posswap.evaluation import perplexity", "training imports evaluation"),
+        ("training/loop.py", "from hf_posswap.comparison import compare", "training imports comparison"),
         ("evaluation/loop.py", "import hf_posswap.training.loop", "evaluation imports training"),
         ("quickstart/run.py", "from hf_posswap.cli import main", "quickstart imports cli"),
         ("testing/tiny.py", "from hf_posswap.patching import plan_swap", "testing imports patching"),

@@ -13,8 +13,8 @@ from hf_posswap.cli.shipping import Target
 from hf_posswap.errors import OptionError
 
 if TYPE_CHECKING:
-    from hf_posswap.advice.advise import Advice
-    from hf_posswap.advice.figures import Figure, Literature
+    from hf_posswap.inspection.advice.advise import Advice
+    from hf_posswap.inspection.advice.figures import Figure, Literature
 
 
 def advise(
@@ -95,7 +95,7 @@ def _show(advice: Advice) -> None:
 
 
 def _show_alternatives(advice: Advice) -> None:
-    from hf_posswap.advice.advise import why_not
+    from hf_posswap.inspection.advice.advise import why_not
 
     if advice.others:
         show_text("", "Alternatives:")

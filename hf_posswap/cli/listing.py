@@ -349,7 +349,7 @@ def selfcheck(json: Json = False) -> None:
     Example: posswap selfcheck
     """
     with quiet_library():
-        from hf_posswap.selfcheck import selfcheck as check_all
+        from hf_posswap.testing.selfcheck import selfcheck as check_all
 
         report = check_all()
     if json:

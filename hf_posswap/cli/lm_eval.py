@@ -16,7 +16,7 @@ from hf_posswap.errors import OptionError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_posswap.report.results import HarnessResults, HarnessTable
+    from hf_posswap.comparison.report.results import HarnessResults, HarnessTable
 
 
 def lm_eval(

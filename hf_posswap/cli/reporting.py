@@ -11,7 +11,7 @@ from hf_posswap.cli.output import show_text
 from hf_posswap.utils.user_paths import expand_home
 
 if TYPE_CHECKING:
-    from hf_posswap.report.results import HarnessTable, Results
+    from hf_posswap.comparison.report.results import HarnessTable, Results
 
 
 def report(
@@ -48,8 +48,8 @@ def report(
 
     Example: posswap report results --lm-eval llama=base.json --lm-eval rope=rope.json
     """
+    from hf_posswap.comparison.report import PAGE, check_results, write_html
     from hf_posswap.errors import CheckpointError, OptionError
-    from hf_posswap.report import PAGE, check_results, write_html
     from hf_posswap.utils.atomic_io import read_json
 
     source = expand_home(results)

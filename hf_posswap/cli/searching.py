@@ -81,7 +81,7 @@ def search(
     contents = _contents([*(texts or ()), *(text or ())], column)
     with quiet_library():
         import hf_posswap
-        from hf_posswap.search.candidates import SearchSettings
+        from hf_posswap.training.search.candidates import SearchSettings
         from hf_posswap.utils.devices import resolve_device
 
         SearchSettings(factor, population, iterations, mutation_rate=0.3, seed=seed)  # raises if a value is invalid

@@ -89,7 +89,7 @@ def check(
         raise OptionError("give either MODEL, a folder or a Hub id, or --import MODULE:NAME.")
     try:
         with quiet_library():
-            from hf_posswap.checking.run import check as check_model
+            from hf_posswap.inspection.checking.run import check as check_model
 
             live: Any = source_of(model) if model is not None else _imported(str(imported))
             report = check_model(live, forward=forward, trust_remote_code=trust_remote_code)

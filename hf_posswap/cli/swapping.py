@@ -272,7 +272,7 @@ def write_explanation(
         json: print the path as JSON.
         trust_remote_code: run code that comes with the checkpoint if its config needs it.
     """
-    from hf_posswap.explorer.page import PAGE
+    from hf_posswap.inspection.explorer.page import PAGE
 
     for name in (model, scheme):
         if out is None and name is not None and name.endswith(".html"):
@@ -288,8 +288,8 @@ def write_explanation(
     chosen = None if scheme is None else make_scheme(scheme)
     source = None if model is None else source_of(model)
     with quiet_library():
-        from hf_posswap.explorer.model import model_facts
-        from hf_posswap.explorer.page import write_page
+        from hf_posswap.inspection.explorer.model import model_facts
+        from hf_posswap.inspection.explorer.page import write_page
         from hf_posswap.plotting.positions.numbers import sample_geometry
 
         facts = None

@@ -139,7 +139,7 @@ def train(
     changes += _as_settings(changes, text or [], column, max_length)
     progress = console()  # on stdout, which the block below redirects
     with quiet_library():
-        from hf_posswap.adapting import run_recipe
+        from hf_posswap.training.adapting import run_recipe
         from hf_posswap.training.config import load_recipe
         from hf_posswap.training.config.load import to_dict
         from hf_posswap.utils.progress import Reporter
@@ -248,7 +248,7 @@ def run_dry(
         UnknownNameError, OptionError: no such GPU, or no such file.
         PosswapError: as `dry_run`, or the model does not support the fitted start of `recipe`.
     """
-    from hf_posswap.adapting import check_fitted_start
+    from hf_posswap.training.adapting import check_fitted_start
     from hf_posswap.training.dryrun import dry_run
 
     check_fitted_start(recipe)

@@ -11,13 +11,13 @@ from hf_posswap.comparison.candidates import Candidate, ModelLoader, tokenizer_f
 from hf_posswap.comparison.documents import TEXT, EvalDocuments, check_paths, read_documents, text_and_count
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.comparison.pictures import require_pictures
+from hf_posswap.comparison.report.looks import model_numbers
+from hf_posswap.comparison.report.results import PlanEntry
 from hf_posswap.errors import DataError, OptionError, PositionRangeError
 from hf_posswap.evaluation.attention_paid import AttentionPaid, attention_by_distance, check_reads_text
 from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.plotting.attention import AttentionLine, draw_attention
-from hf_posswap.report.looks import model_numbers
-from hf_posswap.report.results import PlanEntry
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.devices import resolve_device

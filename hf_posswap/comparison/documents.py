@@ -36,7 +36,7 @@ from hf_posswap.utils.user_paths import expand_home
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_posswap.report.results import DataEntry
+    from hf_posswap.comparison.report.results import DataEntry
 
 
 _SPLITS = ("test", "validation", "train")

@@ -21,6 +21,7 @@ from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, ma
 from hf_posswap.comparison.documents import read_documents
 from hf_posswap.comparison.measures import MEASURES, keep_prefixes, why_no_needles
 from hf_posswap.comparison.names import CONTROL, is_control
+from hf_posswap.comparison.report.results import Results
 from hf_posswap.comparison.results import collect_results
 from hf_posswap.comparison.settings import EvalSettings
 from hf_posswap.comparison.work import ProgressEstimator, Unit, UnitCost, Work, document_losses, planned_units
@@ -33,7 +34,6 @@ from hf_posswap.evaluation.statistics import holm_corrected, mcnemar_p, paired_c
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.training import training_of
-from hf_posswap.report.results import Results
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:

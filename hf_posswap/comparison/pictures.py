@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from hf_posswap.comparison.report.looks import model_numbers
+from hf_posswap.comparison.report.results import ModelEntry, PositionRow, Results
+from hf_posswap.comparison.report.words import differences_of, finding, scores_by_length
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import (
     Cell,
@@ -15,9 +18,6 @@ from hf_posswap.plotting import (
     draw_passkey,
     draw_perplexity_by_length,
 )
-from hf_posswap.report.looks import model_numbers
-from hf_posswap.report.results import ModelEntry, PositionRow, Results
-from hf_posswap.report.words import differences_of, finding, scores_by_length
 
 DIFFERENCE, PERPLEXITY = "difference-by-length.png", "perplexity-by-length.png"
 LOSS, PASSKEY = "loss-by-position.png", "passkey.png"

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hf_posswap.comparison.documents import JOINED
+from hf_posswap.comparison.report import PAGE, write_html
+from hf_posswap.comparison.report.conclusion import conclude, control_warnings
+from hf_posswap.comparison.report.results import ModelEntry, Results
+from hf_posswap.comparison.report.words import scores_by_length, task_scores
 from hf_posswap.comparison.tables import latex, markdown
 from hf_posswap.comparison.work import Work
 from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
-from hf_posswap.report import PAGE, write_html
-from hf_posswap.report.conclusion import conclude, control_warnings
-from hf_posswap.report.results import ModelEntry, Results
-from hf_posswap.report.words import scores_by_length, task_scores
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
 
 if TYPE_CHECKING:

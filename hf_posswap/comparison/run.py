@@ -17,13 +17,13 @@ from hf_posswap.comparison.measuring import measure_all, prepare
 from hf_posswap.comparison.names import candidate_names, reference_name
 from hf_posswap.comparison.pictures import draw_pictures, require_pictures
 from hf_posswap.comparison.ranks import open_ranks
+from hf_posswap.comparison.report.results import Results
 from hf_posswap.comparison.results import keep_date, write_results
 from hf_posswap.comparison.settings import EvalSettings, merge_settings
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length
-from hf_posswap.report.results import Results
 from hf_posswap.text.stdlib import PYTHON
 from hf_posswap.utils.atomic_io import shown
 from hf_posswap.utils.devices import resolve_device, resolve_dtype

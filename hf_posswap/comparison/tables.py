@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posswap.plotting.styles import SLIDING, sign_of
-from hf_posswap.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
-from hf_posswap.report.looks import model_numbers
-from hf_posswap.report.results import DifferenceRow, ModelEntry, Results
-from hf_posswap.report.words import (
+from hf_posswap.comparison.report.conclusion import SIGNIFICANT, conclude, inside_statement, percent
+from hf_posswap.comparison.report.looks import model_numbers
+from hf_posswap.comparison.report.results import DifferenceRow, ModelEntry, Results
+from hf_posswap.comparison.report.words import (
     TASKS_KEPT,
     common_gaps,
     far_change,
@@ -23,6 +22,7 @@ from hf_posswap.report.words import (
     task_scores,
     with_tasks_kept,
 )
+from hf_posswap.plotting.styles import SLIDING, sign_of
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import interval_text, markdown_text
 from hf_posswap.utils.printable import printable, printable_lines

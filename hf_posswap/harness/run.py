@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from hf_posswap.comparison.report.results import HarnessResults, HarnessSettings
 from hf_posswap.errors import DataError, OptionError
 from hf_posswap.harness.lengths import (
     KEY,
@@ -26,7 +27,6 @@ from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.scores import retention, rows_of, table_of
 from hf_posswap.harness.task_code import refuse_groups, refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
-from hf_posswap.report.results import HarnessResults, HarnessSettings
 from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.user_paths import expand_home
 

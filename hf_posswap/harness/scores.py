@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_posswap.comparison.report.results import HarnessCell, HarnessResults, HarnessRow, HarnessTable
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.passkey import RULER_BAR, longest_passing
-from hf_posswap.report.results import HarnessCell, HarnessResults, HarnessRow, HarnessTable
 
 ALL = "all"
 """The column of scores that belong to no length."""

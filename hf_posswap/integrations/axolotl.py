@@ -22,10 +22,10 @@ from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.schemes import Scheme, make_scheme
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.search import check_fit, fit_bias, fit_rotation
 from hf_posswap.text.documents import GIVE, file_documents, files_below
 from hf_posswap.text.tokens import load_tokenizer, token_stream
 from hf_posswap.training.engine.fitting import fitted_length
+from hf_posswap.training.search import check_fit, fit_bias, fit_rotation
 from hf_posswap.training.trainer_callback import PosswapCallback
 from hf_posswap.utils.printable import brief_repr
 

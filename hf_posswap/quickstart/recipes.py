@@ -17,7 +17,7 @@ from hf_posswap.errors import DataError, SchemeError, UnknownNameError, Unsuppor
 from hf_posswap.patching.tools.centring import check_centring
 from hf_posswap.quickstart.base import Base, QuickstartSettings
 from hf_posswap.schemes.rope import RotaryScheme
-from hf_posswap.search import check_fit
+from hf_posswap.training.search import check_fit
 
 if TYPE_CHECKING:
     from hf_posswap.training.config import Recipe

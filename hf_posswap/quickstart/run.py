@@ -15,12 +15,12 @@ import hf_posswap
 from hf_posswap import Candidate, EvalSettings, __version__
 from hf_posswap.comparison.documents import read_documents
 from hf_posswap.comparison.pictures import require_pictures
+from hf_posswap.comparison.report import PAGE
+from hf_posswap.comparison.report.results import ModelEntry, Results
 from hf_posswap.comparison.tables import details_of, in_short
 from hf_posswap.quickstart.base import LOCK, Base, QuickstartSettings, claim_folder, open_base, open_folder, place_base
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
-from hf_posswap.report import PAGE
-from hf_posswap.report.results import ModelEntry, Results
 from hf_posswap.text.stdlib import PYTHON, python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json

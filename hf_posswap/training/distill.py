@@ -298,8 +298,7 @@ def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
             "distillation learns from the unswapped model, and fit_rotation has changed this "
             f"{type(unwrap(model)).__name__}: make the teacher before the fit."
         )
-    teacher = copy.deepcopy(unwrap(model))
-    unpatch_model(teacher)
+    teacher = unpatch_model(copy.deepcopy(unwrap(model)))
     return teacher.requires_grad_(False).eval()
 
 

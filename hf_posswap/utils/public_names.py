@@ -30,8 +30,8 @@ def attach_public_names(package: str, file: str) -> tuple[Callable[[str], object
         file: its `__file__`; the stub is next to it.
 
     Example:
-        >>> import hf_posswap.report
-        >>> _, _, names = attach_public_names("hf_posswap.report", hf_posswap.report.__file__)
+        >>> import hf_posswap.comparison.report
+        >>> _, _, names = attach_public_names("hf_posswap.comparison.report", hf_posswap.comparison.report.__file__)
         >>> names[:3]
         ['PAGE', 'check_results', 'render_html']
     """

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from hf_posswap.advice.candidates import CANDIDATES
-from hf_posswap.advice.figures import FILE, Against, Base, Figure
 from hf_posswap.checkpoints.load import EXAMPLE
 from hf_posswap.cli.outcome import script
 from hf_posswap.errors import DataError
+from hf_posswap.inspection.advice.candidates import CANDIDATES
+from hf_posswap.inspection.advice.figures import FILE, Against, Base, Figure
 from hf_posswap.patching.inspect.describe import on_meta
 from hf_posswap.utils.atomic_io import read_json, write_json
 from recipes.studies.measuring import difference
@@ -29,7 +29,7 @@ from recipes.studies.real_model_tables import BASE, CONTROL, SLIDING
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("recipes/studies/results")
-PACKAGED = ROOT / "hf_posswap" / "advice" / FILE
+PACKAGED = ROOT / "hf_posswap" / "inspection" / "advice" / FILE
 _ADAPTED = (
     "adaptation",
     "learned-to-t5/adaptation",

@@ -24,9 +24,9 @@ from transformers import (
 
 import hf_posswap
 from hf_posswap import errors
-from hf_posswap.advice import figures, weighing
-from hf_posswap.advice.candidates import CANDIDATES
-from hf_posswap.advice.figures import LITERATURE, Base, Figure
+from hf_posswap.inspection.advice import figures, weighing
+from hf_posswap.inspection.advice.candidates import CANDIDATES
+from hf_posswap.inspection.advice.figures import LITERATURE, Base, Figure
 
 GPT2 = GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=300, n_positions=64)
 LLAMA = LlamaConfig(
@@ -339,8 +339,8 @@ def test_the_advice_says_what_it_holds_and_is_json() -> None:
 
 
 def test_a_larger_base_follows_from_the_dimensions_that_rotate() -> None:
-    from hf_posswap.advice.candidates import _larger_base
-    from hf_posswap.advice.case import read_case
+    from hf_posswap.inspection.advice.candidates import _larger_base
+    from hf_posswap.inspection.advice.case import read_case
 
     rope = {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.25}
     case = read_case(GPTNeoXConfig(hidden_size=512, num_attention_heads=8, rope_parameters=rope), 8192, 1e9, None)

@@ -12,12 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.advice import weighing
-from hf_posswap.advice.advise import Advice
-from hf_posswap.advice.commands import trained_tokens
-from hf_posswap.advice.figures import LITERATURE
 from hf_posswap.cli import app
 from hf_posswap.cli.arguments import make_scheme
+from hf_posswap.inspection.advice import weighing
+from hf_posswap.inspection.advice.advise import Advice
+from hf_posswap.inspection.advice.commands import trained_tokens
+from hf_posswap.inspection.advice.figures import LITERATURE
 from hf_posswap.training.config import Recipe, load_recipe
 
 GROUP: Any = typer.main.get_command(app)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_posswap.advice.figures import Figure, figures_of, load_figures
+from hf_posswap.inspection.advice.figures import Figure, figures_of, load_figures
 from recipes.studies import figures
 
 ROOT = Path(__file__).resolve().parents[2]

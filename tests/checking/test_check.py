@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 
 import hf_posswap
 from hf_posswap import CheckReport, check, patch_model
-from hf_posswap.checking import run
-from hf_posswap.checking.report import CODES
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.cli import app
 from hf_posswap.errors import CheckpointError, PositionCheckError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import RopeSettings
+from hf_posswap.inspection.checking import run
+from hf_posswap.inspection.checking.report import CODES
 from hf_posswap.rope_math import default_inv_freq
 from hf_posswap.schemes.base import SCHEMES
 from hf_posswap.testing.tiny import language_models, tiny_model
@@ -358,7 +358,10 @@ def test_every_code_is_planted_explained_on_the_page_and_used() -> None:
     assert set(PLANTED) | BY_HAND == set(CODES)
     page = (ROOT / ".docs" / "pages" / "check.md").read_text(encoding="utf-8")
     assert [code for code, meaning in CODES.items() if f"| `{code}` | {meaning}" not in page] == []
-    files = [*(ROOT / "hf_posswap").glob("checking/*.py"), *(ROOT / "hf_posswap").glob("checkpoints/doctor*.py")]
+    files = [
+        *(ROOT / "hf_posswap").glob("inspection/checking/*.py"),
+        *(ROOT / "hf_posswap").glob("checkpoints/doctor*.py"),
+    ]
     source = "".join(path.read_text(encoding="utf-8") for path in files if path.stem != "report")
     assert [code for code in CODES if f'"{code}"' not in source] == []
 
@@ -714,7 +717,7 @@ def test_the_model_is_left_as_it_was(name: str, raises: bool, monkeypatch: pytes
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("hf_posswap.checking.run.serving_findings", interrupt)
+        monkeypatch.setattr("hf_posswap.inspection.checking.run.serving_findings", interrupt)
         with pytest.raises(KeyboardInterrupt):
             check(model)
     else:
@@ -790,7 +793,7 @@ def test_without_running_it(tmp_path: Path) -> None:
 
 def test_a_large_checkpoint_is_not_loaded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(build("llama"), tmp_path / "x")
-    monkeypatch.setattr("hf_posswap.checking.run.MOST_WEIGHTS", 1000)
+    monkeypatch.setattr("hf_posswap.inspection.checking.run.MOST_WEIGHTS", 1000)
     report = check(folder)
     assert any("--forward" in line for line in report.skipped)
     assert not any("padded" in line for line in report.checked)
@@ -923,7 +926,7 @@ def test_no_group_of_checks_fails_silently(function: str, tmp_path: Path, monkey
     def fail(*_: Any, **__: Any) -> Any:
         raise IndexError("for no reason")
 
-    monkeypatch.setattr(f"hf_posswap.checking.run.{function}", fail)
+    monkeypatch.setattr(f"hf_posswap.inspection.checking.run.{function}", fail)
     report = check(model)
     (line,) = [each for each in report.skipped if "for no reason" in each]
     assert line.startswith(f"{GROUPS[function]}: ")

@@ -499,7 +499,7 @@ def test_an_encoder_is_no_model_that_generates(name: str, scheme: str | None, au
 
 
 def test_the_doctor_and_the_page_agree_on_what_to_native_makes(tmp_path: Path) -> None:
-    from hf_posswap.explorer.model import model_facts
+    from hf_posswap.inspection.explorer.model import model_facts
     from hf_posswap.schemes import make_scheme
 
     folder = saved(tmp_path / "x", "gpt2", "rope", max_length=64)

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hf_posswap
-from hf_posswap.advice.advise import why_not
 from hf_posswap.cli import app
 from hf_posswap.cli.output import show_command
+from hf_posswap.inspection.advice.advise import why_not
 from tests.cli.conftest import Posswap, says
 
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 
 import hf_posswap
 from hf_posswap.cli import app
-from hf_posswap.selfcheck import Report, run, selfcheck, trial
-from hf_posswap.selfcheck.run import Check
-from hf_posswap.selfcheck.trial import WrongAnswerError, touch_of, words_of
+from hf_posswap.testing.selfcheck import Report, run, selfcheck, trial
+from hf_posswap.testing.selfcheck.run import Check
+from hf_posswap.testing.selfcheck.trial import WrongAnswerError, touch_of, words_of
 
 STEPS = ["plan", "patch", "verify_swap", "cached steps", "save and load", "unpatch"]
 
@@ -137,7 +137,7 @@ def test_settings_that_get_lost_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_table_says_what_held_in_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = (Check("transformers", "caches", True, "as known"), Check("images", "patch", False, "no [mark]", "there"))
-    monkeypatch.setattr("hf_posswap.selfcheck.selfcheck", lambda: Report({"python": "3"}, checks, 1.6))
+    monkeypatch.setattr("hf_posswap.testing.selfcheck.selfcheck", lambda: Report({"python": "3"}, checks, 1.6))
     for width in ("40", "200"):
         monkeypatch.setenv("COLUMNS", width)
         result = invoked()

@@ -18,10 +18,10 @@ import torch
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.cli import app
 from hf_posswap.errors import DataError
 from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import Recipe, load_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.settings import keys_of

@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, BertTokenizer, PreTrainedM
 from hf_posswap import patched
 from hf_posswap.checkpoints.run_artifacts import evaluation, read_results
 from hf_posswap.comparison import Candidate, EvalSettings, compare, evaluate
+from hf_posswap.comparison.report import render_html
 from hf_posswap.evaluation.masked import mask_groups, masked_losses
-from hf_posswap.report import render_html
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.'?,"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]

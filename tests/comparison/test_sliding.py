@@ -13,9 +13,9 @@ from transformers import GPT2LMHeadModel
 
 import hf_posswap
 from hf_posswap.comparison import Candidate, EvalSettings, compare
+from hf_posswap.comparison.report import render_html
 from hf_posswap.comparison.tables import in_short, markdown
 from hf_posswap.patching.record.training import TrainingRecord, swap_digest
-from hf_posswap.report import render_html
 from hf_posswap.training import byte_tokenizer
 from tests.comparison.test_names import TEXTS, gpt2
 

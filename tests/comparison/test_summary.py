@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posswap.comparison import Candidate, EvalSettings, compare, measures
+from hf_posswap.comparison.report import render_html
+from hf_posswap.comparison.report.conclusion import conclude, control_warnings, inside_statement, percent
 from hf_posswap.comparison.tables import markdown
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import PasskeyTask, context_gain, far_context, passkey_keys
-from hf_posswap.report import render_html
-from hf_posswap.report.conclusion import conclude, control_warnings, inside_statement, percent
 from hf_posswap.training import byte_tokenizer
 from tests.comparison.test_names import TEXTS
 

@@ -12,7 +12,13 @@ README = "README.md"
 FOLDER = ".docs/pages"
 PAGES = [README, *sorted(f"{FOLDER}/{path.name}" for path in (ROOT / FOLDER).glob("*.md"))]
 """The pages, from the root of the repository."""
-BESIDE = (".github/CHANGELOG.md", ".github/CONTRIBUTING.md", "hf_posswap/patching/README.md", "tests/README.md")
+BESIDE = (
+    ".github/CHANGELOG.md",
+    ".github/CONTRIBUTING.md",
+    "hf_posswap/README.md",
+    "hf_posswap/patching/README.md",
+    "tests/README.md",
+)
 """Texts that the site takes in and that tests hold no blocks of to run."""
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- ([a-z][\w -]*?)(?:: (.+))? -->\n+\Z")

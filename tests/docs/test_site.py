@@ -22,7 +22,7 @@ import pytest
 import hf_posswap
 from hf_posswap import errors
 from hf_posswap.cli.app import app
-from hf_posswap.explorer.page import render_page
+from hf_posswap.inspection.explorer.page import render_page
 from hf_posswap.schemes import SCHEMES
 from tests.chromium import start_chromium
 from tests.docs.pages import ROOT

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from hf_posswap.explorer.data import PRESETS, SHAPES, page_data
-from hf_posswap.explorer.model import model_facts
-from hf_posswap.explorer.page import render_page, write_page
+from hf_posswap.inspection.explorer.data import PRESETS, SHAPES, page_data
+from hf_posswap.inspection.explorer.model import model_facts
+from hf_posswap.inspection.explorer.page import render_page, write_page
 from hf_posswap.plotting.positions.numbers import sample_geometry
 from hf_posswap.schemes import make_scheme
 from tests.explorer.conftest import Chromium

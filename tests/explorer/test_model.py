@@ -14,8 +14,8 @@ from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, judge
 from hf_posswap.errors import AlreadyPatchedError, UnsupportedModelError
 from hf_posswap.evaluation.cost import forward_operations, measure_cost
-from hf_posswap.explorer.model import model_facts
-from hf_posswap.explorer.page import render_page
+from hf_posswap.inspection.explorer.model import model_facts
+from hf_posswap.inspection.explorer.page import render_page
 from hf_posswap.schemes import make_scheme
 from tests.advice.test_commands import parse
 

@@ -22,10 +22,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posswap
 from hf_posswap.errors import PosswapError
-from hf_posswap.explorer import data
-from hf_posswap.explorer.model import model_facts
-from hf_posswap.explorer.page import render_page
 from hf_posswap.geometry import Geometry
+from hf_posswap.inspection.explorer import data
+from hf_posswap.inspection.explorer.model import model_facts
+from hf_posswap.inspection.explorer.page import render_page
 from hf_posswap.plotting.positions import numbers
 from hf_posswap.plotting.positions.numbers import sample_geometry, shown
 from hf_posswap.plotting.styles import scheme_number

@@ -18,9 +18,9 @@ import hf_posswap
 from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.checkpoints.load import adapter_source
 from hf_posswap.comparison import EvalSettings, evaluate
+from hf_posswap.comparison.report import render_html
 from hf_posswap.evaluation.store import ARRAYS, LINES, RunStore
 from hf_posswap.patching.record.adapter_marks import SIDECAR
-from hf_posswap.report import render_html
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data
 from hf_posswap.training.engine.checkpoints import SEAL, load_weights, newest, seal

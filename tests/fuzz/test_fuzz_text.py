@@ -18,10 +18,10 @@ from hf_posswap.cli.arguments import make_scheme
 from hf_posswap.errors import ConfigError
 from hf_posswap.evaluation.longppl import KeySpans
 from hf_posswap.patching.record.record import SwapRecord
-from hf_posswap.search.evolution import load_progress
 from hf_posswap.training.config import load_recipe, make_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.config.reading import read_yaml
+from hf_posswap.training.search.evolution import load_progress
 from tests.fuzz.hostile import BUDGETS, damaged, fuzz, mutated, plant, survives, values
 
 RECIPE = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_posswap.report import write_html
+from hf_posswap.comparison.report import write_html
 from tests.chromium import start_chromium
 from tests.report.conftest import NAMES
 

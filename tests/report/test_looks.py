@@ -12,12 +12,12 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from hf_posswap.comparison.pictures import draw_pictures
+from hf_posswap.comparison.report import render_html
+from hf_posswap.comparison.report.looks import model_numbers
 from hf_posswap.comparison.tables import markdown
-from hf_posswap.explorer.data import known_choices
+from hf_posswap.inspection.explorer.data import known_choices
 from hf_posswap.plotting import canvas
 from hf_posswap.plotting.styles import SLIDING, STYLES, scheme_number, sign_of, style_of
-from hf_posswap.report import render_html
-from hf_posswap.report.looks import model_numbers
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_texts_and_lines_have_the_contrast_of_wcag_aa() -> None:
 
 def render_colours() -> dict[str, dict[str, str]]:
     """Return the named colours of the page's style sheet, light and dark."""
-    light, dark = str(files("hf_posswap.report").joinpath("page.css").read_text()).split("@media", 2)[:2]
+    light, dark = str(files("hf_posswap.comparison.report").joinpath("page.css").read_text()).split("@media", 2)[:2]
     return {
         kind: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", text))
         for kind, text in (("light", light), ("dark", dark))

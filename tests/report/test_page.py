@@ -15,9 +15,9 @@ import pytest
 
 import hf_posswap
 from hf_posswap.comparison import EvalSettings, evaluate
+from hf_posswap.comparison.report import render_html, write_html
+from hf_posswap.comparison.report.conclusion import percent
 from hf_posswap.errors import CheckpointError, DataError
-from hf_posswap.report import render_html, write_html
-from hf_posswap.report.conclusion import percent
 from tests.comparison.test_encoder_comparison import TEXTS as ENCODED
 from tests.comparison.test_encoder_comparison import TOKENIZER, bert
 

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes import NTK, Linear, Yarn
-from hf_posswap.search.candidates import Candidate, SearchSettings, Space, as_candidate, attention_choices, seed_schemes
-from hf_posswap.search.evolution import Evolution, Progress
+from hf_posswap.training.search.candidates import (
+    Candidate,
+    SearchSettings,
+    Space,
+    as_candidate,
+    attention_choices,
+    seed_schemes,
+)
+from hf_posswap.training.search.evolution import Evolution, Progress
 
 WIDTHS = st.sampled_from([4, 8, 20, 64, 128])
 FACTORS = st.sampled_from([1.01, 1.5, 2.0, 4.0, 7.3, 32.0])

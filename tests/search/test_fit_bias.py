@@ -57,9 +57,9 @@ from hf_posswap.errors import (
 from hf_posswap.families.locating import locate
 from hf_posswap.geometry import Geometry
 from hf_posswap.schemes.common.bias import LinearBias
-from hf_posswap.search import check_fit, fit_bias
-from hf_posswap.search.profiles import BaseWatch
 from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.training.search import check_fit, fit_bias
+from hf_posswap.training.search.profiles import BaseWatch
 from tests.contract.others import ALL
 
 WORDS, LENGTH, HEADS = 29, 16, 4

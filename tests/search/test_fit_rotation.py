@@ -32,8 +32,8 @@ from hf_posswap import Yarn, centre_table, fit_rotation, patch_model, unpatch_mo
 from hf_posswap.checkpoints.adapters import write_sidecars
 from hf_posswap.errors import DataError, NotPatchedError, PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
-from hf_posswap.search.heads import find_projections
 from hf_posswap.training.distill import make_teacher
+from hf_posswap.training.search.rotation import find_projections
 from tests.search.test_fit_bias import attention, by_distance
 
 WORDS, LENGTH, FAR, HEADS, WIDTH = 13, 24, 96, 2, 8
@@ -353,7 +353,7 @@ def test_a_loaded_swap_and_bad_tokens_are_refused(tmp_path: Any) -> None:
 
 
 def test_an_error_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posswap.search import rotation
+    from hf_posswap.training.search import rotation
 
     model, own, layers = swapped(random_model("gpt2")), rotation._fit_layer, []
     before = copy.deepcopy(model.state_dict())
@@ -397,7 +397,7 @@ def test_a_model_inside_an_adapter_is_refused_with_the_reason() -> None:
 
 
 def test_an_error_half_way_gives_back_float64_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posswap.search import rotation
+    from hf_posswap.training.search import rotation
 
     model = swapped(random_model("gpt2").double())
     before = copy.deepcopy(model.state_dict())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_posswap.search.fitness import Interrupts
+from hf_posswap.training.search.fitness import Interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 import hf_posswap
 from hf_posswap import NoPE, RNoPE, fit_logit_scale, patch_model, set_logit_scale, verify_swap
 from hf_posswap.errors import DataError, NotPatchedError, SchemeError
-from hf_posswap.search.logit_scale import _least
+from hf_posswap.training.search.logit_scale import _least
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
 

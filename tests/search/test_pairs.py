@@ -18,8 +18,8 @@ from hf_posswap.errors import (
     UnsupportedModelError,
     UnsupportedSwapError,
 )
-from hf_posswap.search import rank_pairs, select_pairs
 from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.training.search import rank_pairs, select_pairs
 from tests.search.conftest import COMMON, ORIGINAL, WORDS, llama_config
 
 Build = Callable[..., Any]

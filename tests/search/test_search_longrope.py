@@ -37,8 +37,8 @@ from hf_posswap.errors import (
     UnsupportedSwapError,
 )
 from hf_posswap.schemes import Linear
-from hf_posswap.search import LongRopeSearch, search_longrope
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.search import LongRopeSearch, search_longrope
 from tests import forked
 from tests.search.conftest import COMMON, ORIGINAL, WORDS, llama_config
 

@@ -16,10 +16,7 @@ import transformers
 from hf_posswap import patch_model, plan_swap
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
-from hf_posswap.patching.inspect.paged import paged_problem, plan_needs_own_attention
-from hf_posswap.schemes.base import schemes_for
-from hf_posswap.serving.guard import (
+from hf_posswap.integrations.vllm.guard import (
     OVERRIDE,
     head_name,
     head_problem,
@@ -28,7 +25,10 @@ from hf_posswap.serving.guard import (
     rope_problem,
     version_problem,
 )
-from hf_posswap.serving.plugin import register
+from hf_posswap.integrations.vllm.plugin import register
+from hf_posswap.patching.inspect.describe import describe_positions, stand_ins
+from hf_posswap.patching.inspect.paged import paged_problem, plan_needs_own_attention
+from hf_posswap.schemes.base import schemes_for
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import LENGTH, build
 

@@ -12,20 +12,20 @@ from torch import Tensor
 from hf_posswap import patch_model
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.geometry import Geometry
-from hf_posswap.patching.inspect.paged import needs_own_attention
-from hf_posswap.patching.sites.attention import backends
-from hf_posswap.patching.sites.attention.split_attention import attend_split
-from hf_posswap.schemes.base import make_scheme
-from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.serving import paged_attention, vllm_model
-from hf_posswap.serving.paged_attention import (
+from hf_posswap.integrations.vllm import paged_attention, vllm_model
+from hf_posswap.integrations.vllm.paged_attention import (
     LayerSettings,
     PagedBatch,
     attend_paged,
     stored_form,
     write_keys,
 )
-from hf_posswap.serving.vllm_model import SchemeAttention, ServedSwap, batch_of, serve_attention
+from hf_posswap.integrations.vllm.vllm_model import SchemeAttention, ServedSwap, batch_of, serve_attention
+from hf_posswap.patching.inspect.paged import needs_own_attention
+from hf_posswap.patching.sites.attention import backends
+from hf_posswap.patching.sites.attention.split_attention import attend_split
+from hf_posswap.schemes.base import make_scheme
+from hf_posswap.schemes.mechanism import Mechanism
 from tests.contract.models import build
 
 BLOCK = 16  # tokens of a block of the cache

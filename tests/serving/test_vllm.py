@@ -30,8 +30,8 @@ from hf_posswap.checkpoints.exports.mechanism import position_config_of
 from hf_posswap.checkpoints.exports.rules import CLAIMS, claim_for
 from hf_posswap.checkpoints.exports.run import export
 from hf_posswap.errors import UnsupportedSwapError
-from hf_posswap.serving import guard
-from hf_posswap.serving.guard import refuse_unservable
+from hf_posswap.integrations.vllm import guard
+from hf_posswap.integrations.vllm.guard import refuse_unservable
 from hf_posswap.testing.tiny import tiny_model
 from tests.contract.models import TINY, build
 from tests.serving.seen import Record, Seen, swap_words

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 import hf_posswap
-from hf_posswap.search import check_fit, fit_bias, fit_rotation
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.config import Recipe, make_recipe
 from hf_posswap.training.config.reading import merge, override
@@ -17,8 +16,6 @@ from hf_posswap.training.engine import Finished, Services, run_recipe
 from tests.training.tiny_models import tiny
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-FITTING = Services(check_fit=check_fit, fit_bias=fit_bias, fit_rotation=fit_rotation)
-"""What the engine needs to fit a start."""
 
 
 def write_texts(folder: Path, count: int = 8, words: int = 150) -> Path:
@@ -80,7 +77,7 @@ def recipe(place: Path, *settings: str, kind: str = "gpt2", **values: Any) -> Re
 
 def trained(place: Path, *settings: str, services: Services | None = None, **values: Any) -> Finished:
     """Run `recipe(...)` and return what it gave."""
-    return run_recipe(recipe(place, *settings, **values), services or FITTING)
+    return run_recipe(recipe(place, *settings, **values), services)
 
 
 def weights_of(finished: Finished) -> dict[str, torch.Tensor]:

@@ -19,9 +19,9 @@ import hf_posswap
 from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding
 from hf_posswap.cli import output
 from hf_posswap.cli.app import app
+from hf_posswap.comparison.report.markup import tag
 from hf_posswap.comparison.tables import latex, markdown
 from hf_posswap.errors import CheckpointError, PluginWarning, UnknownNameError
-from hf_posswap.report.markup import tag
 from hf_posswap.utils.format import markdown_text
 from hf_posswap.utils.html_tables import table
 from hf_posswap.utils.printable import UNSAFE, brief_repr, printable, printable_lines

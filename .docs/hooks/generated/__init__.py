@@ -29,6 +29,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "real-models": real_models.render,
     "real-models-kept": real_models.kept,
     "recipes": recipes.render,
+    "rooms": walks.rooms,
     "schemes": schemes.render,
     "traits": schemes.traits,
     "walks": walks.render,

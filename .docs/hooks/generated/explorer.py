@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_posswap.explorer.data import SHAPES
-from hf_posswap.explorer.page import render_page
+from hf_posswap.inspection.explorer.data import SHAPES
+from hf_posswap.inspection.explorer.page import render_page
 from hf_posswap.schemes.base import schemes_for
 
 PLACE = "explorer.html"

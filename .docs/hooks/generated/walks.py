@@ -1,8 +1,14 @@
-"""The rooms of the patching folder and the walks through them, from the page next to the code."""
+"""The rooms of the package, and the folders of patching with walks through them, from the pages next to the code."""
 
 from __future__ import annotations
 
 from repository import ROOT
+
+
+def rooms() -> str:
+    """Return the table of the page of `hf_posswap`, and the sentences before it that say what it lists."""
+    _, _, body = (ROOT / "hf_posswap" / "README.md").read_text(encoding="utf-8").partition("how a call works. ")
+    return body.strip()
 
 
 def render() -> str:

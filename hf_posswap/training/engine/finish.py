@@ -18,6 +18,7 @@ import torch
 from hf_posswap.checkpoints.load import load
 from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.checkpoints.push import push
+from hf_posswap.evaluation import near_the_base
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.record.adapter_marks import SIDECAR
@@ -40,9 +41,9 @@ from hf_posswap.utils.user_paths import expand_home, without_folder
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_HeldOut = Callable[[bool], tuple[object, TokenData]]
+_HeldOut = Callable[[bool], tuple["PreTrainedTokenizerBase", TokenData]]
 """Returns the tokenizer and the data with held-out documents, for a causal model or another; each once."""
 _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 """Files that hold a record: its key, and the key of the swap."""
@@ -186,7 +187,7 @@ def held_out_vectors(
         held_out: reads the documents.
         reach: tokens that it is meant for; None: those of its base.
     """
-    if recipe.objective.predicts_next_token or run.services.near is None or run.launch.shards:
+    if recipe.objective.predicts_next_token or run.services.evaluate is None or run.launch.shards:
         return []
     tokenizer, data = held_out(False)
     documents = data.held_out
@@ -198,11 +199,12 @@ def held_out_vectors(
     long = [document for document in documents if lengths and len(document) >= lengths[-1]]
     if not long:
         return []
-    placed = _on_device(model, recipe), _on_device(base, recipe)
-    return run.services.near(*placed, tokenizer, long[: recipe.evaluation.documents], lengths)
+    placed = unwrap(_on_device(model, recipe)), unwrap(_on_device(base, recipe))
+    scores = near_the_base(*placed, tokenizer, long[: recipe.evaluation.documents], lengths)
+    return [dataclasses.asdict(score) for score in scores]
 
 
-def _held_out(recipe: Recipe, causal: bool) -> tuple[object, TokenData]:
+def _held_out(recipe: Recipe, causal: bool) -> tuple[PreTrainedTokenizerBase, TokenData]:
     """Return the tokenizer, and data with the held-out documents, uncut."""
     tokenizer = load_recipe_tokenizer(recipe)
     plain = dataclasses.replace(recipe.data, packing="none", separator=None, cut=(1,))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from hf_posswap.errors import ConfigError, DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
+from hf_posswap.errors import DataError, SchemeError, UnsupportedModelError, UnsupportedSwapError
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
@@ -18,7 +18,7 @@ from hf_posswap.schemes import Scheme
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.training.config.settings import SwapSettings
 from hf_posswap.training.data.windows import TokenWindows
-from hf_posswap.training.engine.services import Services
+from hf_posswap.training.search import check_fit, fit_bias, fit_rotation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,9 +59,7 @@ def first_windows(windows: TokenWindows, count: int, length: int) -> list[np.nda
     return rows
 
 
-def check_start(
-    model: PreTrainedModel, scheme: Scheme | None, plan: SwapPlan | None, swap: SwapSettings, services: Services
-) -> None:
+def check_start(model: PreTrainedModel, scheme: Scheme | None, plan: SwapPlan | None, swap: SwapSettings) -> None:
     """Refuse a centring or fit that the unswapped `model` does not support, before anything is changed.
 
     Args:
@@ -69,10 +67,8 @@ def check_start(
         scheme: of the recipe; None: there is no swap.
         plan: of the swap.
         swap: of the recipe.
-        services: with the fitting functions.
 
     Raises:
-        ConfigError: the fitting functions are missing.
         UnsupportedSwapError, UnsupportedModelError: the model has no positions that can be fitted to, lacks the
             projections that a fit needs, or has weights of another dtype.
         SchemeError: the scheme cannot be fitted, sets the fitted values itself, or rotates whole heads.
@@ -81,10 +77,8 @@ def check_start(
         with _naming_centre_key():
             check_centring(model)
     if swap.fit and scheme is not None and plan is not None:
-        if services.check_fit is None or services.fit_bias is None or services.fit_rotation is None:
-            raise ConfigError("swap.fit: the engine was called without fitting functions; use hf_posswap.run_recipe.")
         with _naming_key("swap.fit", "Or swap.fit=0, which starts without a fit."):
-            services.check_fit(model, plan.scheme if isinstance(scheme, RotaryScheme) else scheme)
+            check_fit(model, plan.scheme if isinstance(scheme, RotaryScheme) else scheme)
 
 
 def centre(model: PreTrainedModel) -> Tensor:
@@ -97,24 +91,22 @@ def centre(model: PreTrainedModel) -> Tensor:
         return centre_table(model)
 
 
-def fit_scheme(model: PreTrainedModel, scheme: Scheme, rows: list[np.ndarray], services: Services) -> Scheme:
+def fit_scheme(model: PreTrainedModel, scheme: Scheme, rows: list[np.ndarray]) -> Scheme:
     """Return `scheme` for the swap of `model`, with the biases of alibi, kerple and t5 fitted."""
     if isinstance(scheme, RotaryScheme):
         return scheme
-    assert services.fit_bias is not None  # checked by check_start
-    return services.fit_bias(model, scheme, rows)
+    return fit_bias(model, scheme, rows, progress=False)  # one bar at a time
 
 
-def fit_weights(model: PreTrainedModel, rows: list[np.ndarray], services: Services) -> str:
+def fit_weights(model: PreTrainedModel, rows: list[np.ndarray]) -> str:
     """Fit queries and keys of the swapped `model` if its scheme is rotary, and return the result as a sentence.
 
     Raises:
         UnsupportedSwapError: the fit misses the expected change of basis.
     """
     if isinstance(applied_swap(model).plan.scheme, RotaryScheme):
-        assert services.fit_rotation is not None
         with _naming_key("swap.fit", "Or swap.fit=0, which starts without a fit."):
-            return str(services.fit_rotation(model, rows))
+            return str(fit_rotation(model, rows, progress=False))
     count = sum(map(len, rows))
     return f"the bias of each layer and head fitted to the effect of the model's own positions on {count:,} tokens"
 

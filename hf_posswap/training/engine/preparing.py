@@ -110,7 +110,7 @@ def prepare(
     Args:
         recipe: without stages.
         launch: how this process was started.
-        services: from the layers above.
+        services: what it shows, and measures memory with.
         weights: a checkpoint of the previous stage, whose weights are loaded into the swapped model.
         resumes: whether training resumes from a checkpoint, so that the first loss was checked before.
         recovers: whether to measure the unswapped model's loss in its window, for a stage that ends by it.
@@ -119,7 +119,7 @@ def prepare(
         PosswapError: a check failed, before anything is trained.
     """
     say = services.reporter.line if services.reporter else None
-    tokenizer = _read_before_loading(recipe, services, say)
+    tokenizer = _read_before_loading(recipe, say)
     tell = say if say is not None and os.environ.get("RANK", "0") == "0" else lambda line: None
     tell(f"loading the weights of {recipe.model.name}")
     model = load_model(recipe)
@@ -134,7 +134,7 @@ def prepare(
     swap_options = swap_arguments(recipe, scheme, has_table=sites.geometry.base is None)
     plan = None if scheme is None else plan_swap(model, scheme, **swap_options)
     refuse_silent_errors(recipe, plan.scheme if plan else None, launch)
-    check_start(model, scheme, plan, recipe.swap, services)
+    check_start(model, scheme, plan, recipe.swap)
     mean = centre(model) if recipe.swap.centre else None
     data = build_data(
         recipe.data,
@@ -157,10 +157,10 @@ def prepare(
         recovery = short, probe(model, short, causal=True)
     fitted_to = first_windows(data.train, recipe.swap.fit, fitted_length(sites.geometry)) if recipe.swap.fit else []
     if scheme is not None:
-        scheme = fit_scheme(model, scheme, fitted_to, services) if fitted_to else scheme
+        scheme = fit_scheme(model, scheme, fitted_to) if fitted_to else scheme
         plan = swap_plan(patch_model(model, scheme, **swap_options))
     teacher = make_teacher(model) if recipe.objective.kind in ("distill", "embedding") else None
-    fitted = fit_weights(model, fitted_to, services) if fitted_to else ""
+    fitted = fit_weights(model, fitted_to) if fitted_to else ""
     messages = [] if plan is None else [f"swap verified: {', '.join(verify_swap(model).checks)}"]
     messages += [*([note] if note else []), *data_notes(data.summary)]
     if (warning := short_of_window(max(recipe.data.lengths), window, batch, plan)) is not None:
@@ -299,7 +299,7 @@ def stop_at(model: PreTrainedModel, token: int) -> None:
     generation.eos_token_id = token if stops in ([], [token]) else [token, *(stop for stop in stops if stop != token)]
 
 
-def check_config(recipe: Recipe, services: Services) -> bool:
+def check_config(recipe: Recipe) -> bool:
     """Check the swap of `recipe`, its centring and its fit by the model's config, and return whether it is causal.
 
     Raises:
@@ -314,7 +314,7 @@ def check_config(recipe: Recipe, services: Services) -> bool:
     if scheme is not None:
         plan = plan_swap(skeleton, scheme, **swap_arguments(recipe, scheme, has_table=geometry.base is None))
         if recipe.model.dtype != "auto":  # the dtype that the weights are loaded in
-            check_start(skeleton.to(getattr(torch, recipe.model.dtype)), scheme, plan, recipe.swap, services)
+            check_start(skeleton.to(getattr(torch, recipe.model.dtype)), scheme, plan, recipe.swap)
     return geometry.causal
 
 
@@ -332,7 +332,7 @@ def check_carried(recipe: Recipe, model: PreTrainedModel) -> None:
         )
 
 
-def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) -> PreTrainedTokenizerBase:
+def _read_before_loading(recipe: Recipe, say: Say | None) -> PreTrainedTokenizerBase:
     """Check config and text before the weights are read, which may take long; return the tokenizer.
 
     The text is tokenized: `build_data` reads it from the cache.
@@ -341,7 +341,7 @@ def _read_before_loading(recipe: Recipe, services: Services, say: Say | None) ->
         PosswapError: as `prepare`, for what the config and the text show.
     """
     check_sources(recipe.data)
-    causal = check_config(recipe, services)
+    causal = check_config(recipe)
     tokenizer = load_recipe_tokenizer(recipe)
     text = read_text(recipe.data, tokenizer, causal=causal, say=say)
     check_held_out(text.lengthy, recipe.evaluation.lengths)

@@ -15,21 +15,22 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_posswap
-from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import ConfigError, DataError
 from hf_posswap.text.chats import Chat, ChatEncoder, row_document
 from hf_posswap.text.documents import HubText
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import make_recipe
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import DataSettings, Source, TokenData, build_data, prove_packing
 from hf_posswap.training.data import sources as reading
 from hf_posswap.training.data.sources import data_notes
 from hf_posswap.training.data.windows import IGNORED
+from hf_posswap.training.engine import Services
 from hf_posswap.training.engine.checkpoints import differences, identity_of
 from hf_posswap.training.engine.parallel import Launch
 from tests.training.data.test_packing import masked_tokenizer
-from tests.training.engine_runs import FITTING, recipe, trained
+from tests.training.engine_runs import recipe, trained
 from tests.training.tiny_models import tiny
 
 TOOLS = (
@@ -390,7 +391,7 @@ def test_a_training_and_its_held_out_loss_count_the_answers_alone(tmp_path: Path
     rows = [{"messages": turns(3 * number)} for number in range(12)]
     path = write(tmp_path / "rows.jsonl", rows)
     settings = ("data.assistant_only_loss=true", "data.packing=documents", "data.length=128", "data.held_out=0.4")
-    services = dataclasses.replace(FITTING, evaluate=nll_at_lengths)
+    services = Services(evaluate=nll_at_lengths)
     done = trained(tmp_path, *settings, "training.eval_strategy=steps", "training.eval_steps=3", kind="llama",
                    data={"sources": [{"path": path}]}, services=services)  # fmt: skip
     model, losses = hf_posswap.load(done.model).eval(), []

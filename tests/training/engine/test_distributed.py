@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -20,18 +19,18 @@ import pytest
 import torch
 
 import hf_posswap
-from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config.load import to_dict
 from hf_posswap.training.data import build_data
-from hf_posswap.training.engine import Finished, run_recipe
+from hf_posswap.training.engine import Finished, Services, run_recipe
 from hf_posswap.training.engine.checkpoints import problem_of, step_of
 from hf_posswap.training.engine.parallel import Launch, collator_of, launch_of_environment
 from tests import forked
-from tests.training.engine_runs import FITTING, WORDS, assert_same_weights, recipe, weights_of
+from tests.training.engine_runs import WORDS, assert_same_weights, recipe, weights_of
 from tests.training.tiny_models import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,7 +96,7 @@ def finished(config: Path) -> Finished:
 def one_process(place: Path, *settings: str, kind: str = "llama", **values: Any) -> Finished:
     """Run the same recipe in this process, with batches twice as large."""
     wanted = recipe(place, "training.use_cpu=true", *settings, f"out={place / 'one'}", kind=kind, **values)
-    return run_recipe(wanted, FITTING)
+    return run_recipe(wanted)
 
 
 def losses(done: Finished) -> list[float]:
@@ -194,7 +193,7 @@ def test_chats_in_two_processes_are_trained_as_in_one(
     """
     data = chat_source(tmp_path)
     settings = (*settings, "evaluation.lengths=[48]")  # a model in shards is measured where lengths are given alone
-    services = dataclasses.replace(FITTING, evaluate=nll_at_lengths)
+    services = Services(evaluate=nll_at_lengths)
     wanted = recipe(tmp_path, "training.use_cpu=true", *settings, f"out={tmp_path / 'one'}", kind="llama", data=data)
     rows = build_data(wanted.data, load_tokenizer(tmp_path / "llama", instead=""), causal=True, scheme_length=256)
     counts = [(rows.train.sized(24)[item]["labels"] >= 0).sum() for item in range(24)]

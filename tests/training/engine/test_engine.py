@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set
 from transformers.utils import logging
 
 import hf_posswap
-from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import CheckpointError, ConfigError, UnsupportedSwapError
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import preparing

@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_posswap
-from hf_posswap.adapting import run_recipe
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import CheckpointError, ConfigError, DataError, UnsupportedSwapError
 from hf_posswap.patching.record.training import TrainingRecord, training_of
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.training.adapting import run_recipe
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import Finished
 from hf_posswap.training.engine.checkpoints import base_identity

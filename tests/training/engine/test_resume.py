@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -25,8 +24,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from hf_posswap.adapting import nll_at_lengths
 from hf_posswap.errors import CheckpointError, ConfigError, TrainingError, TrainingWarning
+from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.reading import merge
 from hf_posswap.training.engine import Finished, Services, run_recipe
@@ -44,7 +43,7 @@ from hf_posswap.training.engine.checkpoints import (
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.utils.progress import Reporter
 from tests import forked
-from tests.training.engine_runs import FITTING, assert_same_weights, recipe, trained
+from tests.training.engine_runs import assert_same_weights, recipe, trained
 
 STAGES = [{"max_steps": 6, "recovered": 50.0, "least_steps": 4, "check_every": 2}, {"max_steps": 5, "length": 64}]
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -68,7 +67,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "bloom": {},
     "gptj": {"swap": {"scheme": {"name": "alibi"}}},
 }
-MEASURING = dataclasses.replace(FITTING, evaluate=nll_at_lengths)
+MEASURING = Services(evaluate=nll_at_lengths)
 TIMES = {"seconds", "tokens_per_second", "peak_memory", "train_runtime"}
 SLOW = ("adapter", "gradual", "stages", "fitted")
 KINDS = {"stages": "llama", "adapter": "llama", "bloom": "bloom", "gptj": "gptj"}
@@ -193,7 +192,7 @@ def test_a_training_that_sigterm_ends_is_not_taken_for_a_finished_one_and_ends_w
 def test_sigterm_is_refused_in_a_thread_that_gets_no_signals(tmp_path: Path) -> None:
     wanted = recipe(tmp_path, training={"max_steps": 3, "enable_jit_checkpoint": True})
     with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match="enable_jit_checkpoint.*main thread alone"):
-        threads.submit(run_recipe, wanted, FITTING).result()
+        threads.submit(run_recipe, wanted).result()
 
 
 @pytest.mark.slow
@@ -202,7 +201,7 @@ def test_tensorboard_shows_no_step_of_a_killed_run_twice(tmp_path: Path) -> None
     wanted = recipe(tmp_path, training={"max_steps": 8, "save_steps": 3, "report_to": "tensorboard"})
     folder = Path(wanted.out)
     assert kill_when(start(wanted), lambda: logged(folder) >= 5)
-    run_recipe(wanted, FITTING)
+    run_recipe(wanted)
     events = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
 

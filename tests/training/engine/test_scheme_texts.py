@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_posswap
-from hf_posswap.adapting import run_recipe
 from hf_posswap.cli import app
 from hf_posswap.errors import ConfigError
+from hf_posswap.training.adapting import run_recipe
 from hf_posswap.training.config import load_recipe, phases_of
 from hf_posswap.training.engine import Finished
 from tests.training.engine_runs import assert_same_weights, write_model, write_texts

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import get_scheduler
 
 import hf_posswap
-from hf_posswap.adapting import run_recipe
 from hf_posswap.compat.accelerate_state import launch_arguments, launch_environment
 from hf_posswap.errors import ConfigError
+from hf_posswap.training.adapting import run_recipe
 from hf_posswap.training.engine import Services
 from hf_posswap.training.engine.parallel import as_launched, launch_of
 from tests.training.engine_runs import recipe, trained, weights_of

@@ -12,9 +12,9 @@ from torch.nn import functional
 from transformers import AutoModel
 
 import hf_posswap
-from hf_posswap.adapting import run_recipe
 from hf_posswap.evaluation.statistics import LEAST_FOR_INTERVAL
 from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.training.adapting import run_recipe
 from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import Finished
 from hf_posswap.training.engine import run_recipe as engine_run

@@ -1,0 +1,1 @@
+"""Any model checked, a swap chosen by measurements, and the interactive page."""

@@ -1,0 +1,10 @@
+from hf_posswap.training.search.bias import check_fit as check_fit
+from hf_posswap.training.search.bias import fit_bias as fit_bias
+from hf_posswap.training.search.logit_scale import LogitScaleFit as LogitScaleFit
+from hf_posswap.training.search.logit_scale import fit_logit_scale as fit_logit_scale
+from hf_posswap.training.search.longrope import LongRopeSearch as LongRopeSearch
+from hf_posswap.training.search.longrope import search_longrope as search_longrope
+from hf_posswap.training.search.pairs import rank_pairs as rank_pairs
+from hf_posswap.training.search.pairs import select_pairs as select_pairs
+from hf_posswap.training.search.rotation import RotationFit as RotationFit
+from hf_posswap.training.search.rotation import fit_rotation as fit_rotation
