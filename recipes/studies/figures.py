@@ -155,7 +155,7 @@ def _real_models() -> Iterator[Figure]:
                 )
                 yield Figure(
                     source=source,
-                    subject=reader.recipe or str(reader.scheme),
+                    subject=reader.recipe or (reader.name.replace(" ", "-") if reader.options else str(reader.scheme)),
                     against=against,
                     base=base,
                     windows=result["length"] // base.window,

@@ -81,6 +81,11 @@ _ROPE = (
         Candidate(name, f"{name} without training", _scaled(name))
         for name in ("yarn", "ntk_by_parts", "ntk", "linear", "dynamic")
     ),
+    Candidate(
+        "dynamic-by-query",
+        "dynamic that follows each token's own past, without training",
+        lambda case: f"dynamic:factor={case.factor},follow=query",
+    ),
     *(Candidate(name, f"{name} without training", _named(name)) for name in ("self_extend", "rerope", "dual_chunk")),
     Candidate("yarn", "YaRN, trained at the new length", _scaled("yarn"), "yarn", _factor),
     Candidate(
