@@ -220,6 +220,10 @@ def measure_offsets(work: Work) -> list[dict[str, object]]:
     passage = max(2, work.window // 2)
     limit = work.subject.reach.limit
     offsets = [offset for offset in offsets_of(work.window) if limit is None or offset + passage <= limit]
+    if not offsets:
+        raise DataError(
+            f"a passage has {passage} tokens, half the window of {work.window}, and the model ends at {limit}."
+        )
     known = work.subject.reach.prefix_consistent  # at offset 0 the passage is the beginning of what is read anyway
     read = offsets[1:] if known else offsets
     units = [

@@ -404,7 +404,7 @@ def _measure(work: Work) -> dict[str, object]:
             continue
         try:
             value = MEASURES[metric](work)
-        except DataError as error:
+        except (DataError, PositionRangeError) as error:
             refused[metric] = str(error)
             _say(work, f"{work.subject.name}: {metric} is not measured: {error}")
             continue

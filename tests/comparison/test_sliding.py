@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_posswap
 from hf_posswap.comparison import Candidate, EvalSettings, compare
@@ -174,3 +174,32 @@ def test_a_second_run_reads_no_window_again(tmp_path: Path) -> None:
     assert first.computed == 3 * len(TEXTS)
     assert again.computed == 0
     assert again.results == first.results  # its date too: nothing new was found
+
+
+def test_the_windows_are_whole_where_the_lengths_of_their_model_end_before_one() -> None:
+    """And so is the passage of `offset_probe`, half a window."""
+    candidates = [Candidate(gpt2(), name="base"), Candidate(gpt2(), "rope", max_length=64, name="rope")]
+    settings = EvalSettings(lengths=(9, 64), metrics=("ppl_prefix", "offset_probe"))
+    results = compare(candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings).results
+    wanted = brute_force(gpt2(), 64)
+    assert results["sliding"]["ppl_prefix"][0]["tokens"] == wanted.size
+    assert results["sliding"]["ppl_prefix"][0]["perplexity"] == pytest.approx(math.exp(wanted.mean()), rel=1e-4)
+    ids = torch.tensor([[256, *text.encode()][:64] for text in TEXTS])
+    with torch.no_grad():
+        loss = hf_posswap.patch_model(gpt2(), "rope", max_length=64).eval()(ids, labels=ids).loss.item()
+    row = results["models"]["rope"]["against_sliding"][0]
+    assert row["difference"] == pytest.approx(loss - wanted.mean(), abs=1e-4)
+    offsets = results["models"]["base"]["offset_probe"]
+    assert [score["offset"] for score in offsets] == [0, 16]
+    assert offsets[0]["loss"] == pytest.approx(wanted[:, :15].mean(), abs=1e-4)
+
+
+def test_a_metric_that_needs_more_positions_than_a_model_has_is_left_out_with_the_reason() -> None:
+    large, small = gpt2(), GPT2LMHeadModel(GPT2Config(**gpt2().config.to_dict() | {"n_positions": 12})).eval()
+    candidates = [Candidate(large, name="large"), Candidate(small, name="small")]
+    settings = EvalSettings(lengths=(8, 32), metrics=("ppl_prefix", "short_reg", "offset_probe"))
+    found = compare(candidates, baseline="small", documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings)
+    models = found.results["models"]
+    assert "ends at 12 tokens, and this text reaches 31" in models["large"]["not_measured"]["short_reg"]
+    assert "half the window of 32, and the model ends at 12" in models["small"]["not_measured"]["offset_probe"]
+    assert [row["length"] for row in models["large"]["ppl_prefix"]] == [8, 32]
