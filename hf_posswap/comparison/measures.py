@@ -246,7 +246,8 @@ def measure_compat(work: Work) -> list[dict[str, object]]:
     """Return perplexity by each protocol of the literature, one row per protocol."""
     stride = work.settings.stride or min(_COMPAT_STRIDE, max(1, work.window // 2))
     bos = work.tokenizer.bos_token_id
-    texts = {digest: row[bos is not None :] for digest, row in _leading(work, max(work.lengths))}
+    length = max(work.lengths)
+    texts = {digest: row[bos is not None :] for digest, row in _leading(work, length)}
     stream = {"+".join(texts): np.concatenate(list(texts.values()))}
     protocol_names: list[str] = []
     units: list[Unit] = []
@@ -256,7 +257,9 @@ def measure_compat(work: Work) -> list[dict[str, object]]:
             windows = protocol.cut(len(text), work.window, stride, bos is not None)
             compute = partial(_compat, work, name, text, stride)
             protocol_names.append(name)
-            units.append(Unit(key, {"document": digest}, compute, [w.stop - w.start for w in windows]))
+            units.append(
+                Unit(key, {"document": digest, "length": length}, compute, [w.stop - w.start for w in windows])
+            )
     losses: dict[str, list[np.ndarray]] = {name: [] for name in PROTOCOLS}
     for name, value in zip(protocol_names, work.values("other protocols", units), strict=True):
         losses[name] += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])

@@ -308,6 +308,16 @@ def test_other_weights_or_texts_share_no_unit(found: dict[str, Any]) -> None:
         assert found_now.computed == (computed or 9)
 
 
+def test_a_further_length_is_measured_by_every_protocol_anew(tmp_path: Path) -> None:
+    """The text of `ppl_compat` ends where the lengths of a model do, which no digest of a longer document says."""
+    arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "metrics": "ppl_compat"}
+    for lengths in ((64, 256), (64, 120, 256)):
+        resumed = compare(sweep(gpt2()), lengths=lengths, out=tmp_path, pictures=False, **arguments)
+    whole = compare(sweep(gpt2()), lengths=(64, 120, 256), **arguments)
+    assert resumed.results["models"] == whole.results["models"]
+    assert resumed.computed < whole.computed
+
+
 def test_a_model_that_follows_its_length_is_read_at_each_length() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
     torch.manual_seed(0)
