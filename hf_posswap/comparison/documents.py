@@ -47,7 +47,7 @@ TEXT = "text"
 
 
 def stream_documents(
-    source: HubText, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str
+    source: HubText, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str, begin: bool = True
 ) -> list[Document]:
     """Return the first `limit` rows with at least `length` tokens among the first 100,000 rows of a data set.
 
@@ -59,6 +59,7 @@ def stream_documents(
         length: tokens of each document.
         limit: maximum number of documents.
         column: the text column.
+        begin: as in `read_documents`.
 
     Raises:
         DataError: the data set cannot be reached or read, has no such split or column, or has too little text.
@@ -70,7 +71,7 @@ def stream_documents(
     for seen, document in enumerate(hub_documents(source, column=column, splits=_SPLITS), 1):
         text = document.text[: length * _CHARACTERS_PER_TOKEN]
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = len(ids) + (tokenizer.bos_token_id is not None)
+        tokens = len(ids) + (begin and tokenizer.bos_token_id is not None)
         if tokens >= length:
             kept.append(Document(document.name, text))
         elif shorter_tokens < limit * length:
@@ -104,18 +105,21 @@ class Cut:
     said: str
 
 
-def cut_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int) -> Cut:
+def cut_documents(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, begin: bool = True
+) -> Cut:
     """Return the first `length` tokens of up to `limit` documents; short ones are joined if too few are long enough.
 
     If at least min(8, `limit`) documents are long enough, or joining gives no further row, each row is the beginning of
-    one document, and shorter documents are dropped. Otherwise short documents are concatenated to further rows. Each
-    starts with the tokenizer's start tokens, and only the last one of a row is truncated.
+    one document, and shorter documents are dropped. Otherwise short documents are concatenated to further rows, whose
+    last one is truncated.
 
     Args:
         documents: in order of use.
         tokenizer: the models' tokenizer.
         length: tokens of a row.
         limit: maximum number of rows.
+        begin: as in `read_documents`.
 
     Raises:
         DataError: there are fewer than two rows.
@@ -126,7 +130,7 @@ def cut_documents(documents: Sequence[Document], tokenizer: PreTrainedTokenizerB
         >>> cut.names, cut.protocol
         (('u and 1 more', 'w and 1 more', 'y and 1 more'), 'concatenated')
     """
-    long, short = split_by_length(documents, tokenizer, length=length, limit=limit)
+    long, short = split_by_length(documents, tokenizer, length=length, limit=limit, begin=begin)
     joined = _join(short, length)[: limit - len(long)] if len(long) < min(limit, LEAST_DOCUMENTS) else []
     rows = long + joined
     if len(rows) < 2:
@@ -200,7 +204,13 @@ class EvalDocuments(ResultView):
 
 
 def read_documents(
-    source: Any, tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, column: str = TEXT
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    limit: int,
+    column: str = TEXT,
+    begin: bool = True,
 ) -> EvalDocuments:
     """Return the first `length` tokens of the first `limit` documents; short ones are joined if too few are as long.
 
@@ -215,6 +225,8 @@ def read_documents(
         length: tokens of each document.
         limit: maximum number of documents.
         column: the text column of rows.
+        begin: whether each document begins with the tokenizer's begin-of-text token, if it has one. Not so for an
+            encoder, whose metrics put the tokenizer's special tokens around the text.
 
     Raises:
         OptionError: a length below 2 tokens, or no documents.
@@ -230,7 +242,7 @@ def read_documents(
     for name, value, least in (("length", length, 2), ("documents", limit, 1)):
         if value < least:
             raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
-    stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column)
+    stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column, begin=begin)
     if source is None:
         documents: list[Document] = list(python_corpus().held_out)
         source_name = "sources of this Python's standard library and pydoc's topics, held-out part"
@@ -244,7 +256,7 @@ def read_documents(
             documents, source_name = list(row_documents(source, "text", column)), f"{len(source)} texts"
     if not documents:
         raise DataError(f"{source_name}: there is no document to measure on.")
-    cut = cut_documents(documents, tokenizer, length=length, limit=limit)
+    cut = cut_documents(documents, tokenizer, length=length, limit=limit, begin=begin)
     return EvalDocuments(source_name, cut.names, cut.tokens, cut.protocol, cut.said)
 
 

@@ -77,10 +77,11 @@ def prepare(
     lengths = tuple(sorted(set(settings.lengths or _multiples(chosen[0], loader))))
     subjects = _open_all(chosen, names, lengths, loader)
     lengths = _runnable(subjects, lengths, are_requested=settings.lengths is not None)
-    text = read_documents(documents, tokenizer, length=lengths[-1], limit=settings.documents, column=column)
+    base = next(subject for subject in subjects if subject.name == reference)
+    count, begin = settings.documents, base.reach.causal
+    text = read_documents(documents, tokenizer, length=lengths[-1], limit=count, column=column, begin=begin)
     for subject in subjects:
         check_token_ids(subject.model, text.tokens)
-    base = next(subject for subject in subjects if subject.name == reference)
     window = min(subjects[0].reach.window or lengths[0], lengths[-1])
     works = []
     for subject in subjects:

@@ -1,6 +1,7 @@
 """Tokenization of documents: a stream for training, the first tokens of each for evaluation.
 
-Every document begins with the tokenizer's begin-of-text token, if it has one.
+Every document begins with the tokenizer's begin-of-text token, if it has one; those of encoders, which read windows
+with the tokenizer's special tokens around them, do not.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def token_stream(
 
 
 def split_by_length(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, begin: bool = True
 ) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
     """Return names and first `length` tokens of up to `limit` documents of that length, and of shorter ones.
 
@@ -117,6 +118,7 @@ def split_by_length(
         tokenizer: of the model.
         length: tokens of each.
         limit: maximum number of long documents.
+        begin: whether each begins with the tokenizer's begin-of-text token.
 
     Example:
         >>> from hf_posswap.training.fresh import byte_tokenizer
@@ -129,7 +131,7 @@ def split_by_length(
     for document in documents:
         if len(long) == limit:
             break
-        ids = _encode(document.text[: length * _CHARACTERS_PER_TOKEN], tokenizer)
+        ids = _encode(document.text[: length * _CHARACTERS_PER_TOKEN], tokenizer, begin)
         (long if len(ids) >= length else short).append((document.name, ids[:length]))
     return long, short
 
@@ -149,7 +151,7 @@ def check_token_ids(model: PreTrainedModel, tokens: np.ndarray) -> None:
         )
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase, begin: bool = True) -> np.ndarray:
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than the window on purpose
-    bos = tokenizer.bos_token_id
+    bos = tokenizer.bos_token_id if begin else None
     return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)

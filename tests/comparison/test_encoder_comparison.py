@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertTokenizer, PreTrainedModel
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertTokenizer,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaTokenizer,
+)
 
 from hf_posswap import patched
 from hf_posswap.checkpoints.run_artifacts import evaluation, read_results
@@ -80,6 +90,27 @@ def test_vectors_are_held_against_those_of_the_base_by_length() -> None:
         f"{row['cosine']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {row['length']}" in page for row in rows
     )
     assert f"32: {rows[0]['cosine']:.3f}, 64: {rows[1]['cosine']:.3f}, 128: {rows[2]['cosine']:.3f}" in str(run)
+
+
+def test_the_start_token_of_an_encoder_is_around_its_text_and_not_in_it() -> None:
+    """RoBERTa's tokenizer has one, which it puts around texts already."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(ByteLevel.alphabet())]
+    tokenizer = RobertaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    config = RobertaConfig(vocab_size=len(words), max_position_embeddings=66, initializer_range=0.3, **shape)
+    model = RobertaForMaskedLM(config).eval()
+    settings = EvalSettings(lengths=(64,), metrics=("mlm_pos", "vectors"))
+    candidates = [Candidate(model, name="base"), Candidate(model, "alibi", name="alibi")]
+    found = compare(candidates, documents=TEXTS, tokenizer=tokenizer, settings=settings).results["models"]
+    texts = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"][:62]) for text in TEXTS]
+    losses = np.stack([masked_losses(model, tokenizer, text, mask_groups(62)) for text in texts])
+    assert found["base"]["mlm_pos"]["lengths"][0]["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    with patched(copy.deepcopy(model), "alibi") as swapped, torch.no_grad():
+        ids = torch.tensor([[0, *text, 2] for text in texts])
+        new, old = (one.roberta(ids).last_hidden_state.mean(1) for one in (swapped, model))
+    cosine = float(torch.cosine_similarity(new, old).mean())
+    assert found["alibi"]["vectors"][0]["cosine"] == pytest.approx(cosine, abs=1e-5)
 
 
 def test_an_encoder_is_as_near_to_itself_as_can_be() -> None:
