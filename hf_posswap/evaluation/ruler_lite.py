@@ -359,7 +359,13 @@ class _Layout:
         self.comma = self._encode(",")
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        """Return the tokens of `text` after another one: some tokenizers write a space before the first word of all."""
+        before = "\n" if text[0].isalnum() else "a"  # no token has its end and the beginning of `text`
+        first, both = (
+            list(self.tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"])
+            for given in (before, before + text)
+        )
+        return both[len(first) :]
 
     def parts(
         self, random: np.random.Generator, texts: list[np.ndarray] | None

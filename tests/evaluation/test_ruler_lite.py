@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaTokenizer
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation import Scorer
@@ -242,6 +242,23 @@ def test_real_tokenizers_keep_length_and_answers(shared_checkpoints: Path) -> No
         text = tokenizer.decode(prompt.ids)
         for start, stop in prompt.spans:
             assert tokenizer.decode(prompt.ids[start:stop]).strip() in text
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_spelt_as_in_a_text_where_a_tokenizer_begins_each_text_with_a_space(task: str) -> None:
+    """As Llama's does: the answers had two spaces before them, and the commas one."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "▁1"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=[("▁", "1")], legacy=False)
+    assert tokenizer.tokenize("a") == ["▁", "a"]
+    for sample in range(9):
+        prompt = ruler_prompt(tokenizer, task, length=1500, sample=sample)
+        plain = ruler_prompt(TOKENIZER, task, length=1500, sample=sample)
+        end = text_of(plain).rpartition("\n")[2] + " " + ", ".join(answers_of(plain))
+        wanted = tokenizer(f"\n{end}", add_special_tokens=False)["input_ids"][1:]
+        assert list(prompt.ids[-len(wanted) :]) == wanted
+        answers = [tokenizer.convert_ids_to_tokens(prompt.ids[start:stop]) for start, stop in prompt.spans]
+        assert ["".join(tokens).removeprefix("▁") for tokens in answers] == answers_of(plain)
 
 
 def test_what_does_not_fit_is_refused() -> None:
