@@ -217,7 +217,7 @@ def collect_results(
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
         "base": base.subject.name,
-        "window": base.window,
+        "window": works[0].subject.reach.window or base.window,
         "lengths": list(lengths),
         "metrics": list(base.metrics),
         "settings": base.settings.to_dict(),

@@ -262,7 +262,7 @@ class Work:
         tokenizer: the tokenizer of both.
         documents: the text.
         lengths: the lengths that the subject can run, in ascending order.
-        window: the original window, in tokens.
+        window: the original window, or the longest length if that is less, in tokens.
         metrics: the metrics to measure.
         settings: settings of the evaluation.
         store: the store of finished units.

@@ -203,3 +203,16 @@ def test_a_metric_that_needs_more_positions_than_a_model_has_is_left_out_with_th
     assert "ends at 12 tokens, and this text reaches 31" in models["large"]["not_measured"]["short_reg"]
     assert "half the window of 32, and the model ends at 12" in models["small"]["not_measured"]["offset_probe"]
     assert [row["length"] for row in models["large"]["ppl_prefix"]] == [8, 32]
+
+
+def test_the_window_is_the_models_where_all_lengths_are_shorter(tmp_path: Path) -> None:
+    settings = EvalSettings(lengths=(8, 16), metrics=("ppl_prefix", "ctx_gain"))
+    candidates = [Candidate(gpt2(), name="base"), Candidate(gpt2(), "rope", name="rope")]
+    found = compare(candidates, documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings, out=tmp_path)
+    assert found.results["window"] == WINDOW
+    assert "| model | 8 | 16 |" in str(found)
+    page = (tmp_path / "report.html").read_text()
+    assert "original window 32 tokens" in page
+    assert "The same last 8 tokens, read with more and more text before them, compared with 8 tokens before" in page
+    assert "full original window" not in page
+    assert ["measured only inside the window" in said for said in in_short(found.results)] == [True, True]

@@ -157,18 +157,20 @@ def gain(results: Results) -> Markup | None:
         return None
     rows: Rows = next(model["ctx_gain"] for model in results["models"].values() if model.get("ctx_gain"))
     reference = next((row["context"] for row in rows if row["reference"]), None)
+    is_full = reference is None or reference + rows[0]["tail"] >= results["window"]  # else only shorter texts were read
     axes = Axes(
         "tokens of context",
         "change of the loss, nats per token",
         window=reference,
         zero=True,
         name_y=lambda y: f"{y:+.3f}",
-        edge="full original window",
+        edge="full original window" if is_full else "compared with this",
     )
+    compared_with = "a full window" if is_full else f"{reference:,} tokens before them"
     lead = (
-        f"The same last {rows[0]['tail']:,} tokens, read with more and more text before them, compared with a full "
-        "window. Below zero the text helps, at zero the model ignores it, and above zero it harms. A flat perplexity "
-        "alone does not show this."
+        f"The same last {rows[0]['tail']:,} tokens, read with more and more text before them, compared with "
+        f"{compared_with}. Below zero the text helps, at zero the model ignores it, and above zero it harms. A flat "
+        "perplexity alone does not show this."
     )
     return section("gain", "Is far context used?", lead, line_chart(lines, axes))
 
