@@ -51,8 +51,8 @@ def key_spans(
         raise OptionError(f"--short is at least 2 and less than --length, got --short {short} --length {length}.")
     if not 1 <= stride <= short:
         raise OptionError(f"--stride is at least 1 and at most --short, got --stride {stride} --short {short}.")
-    if documents < 1:
-        raise OptionError(f"--documents is a whole number of at least 1, got {documents}.")
+    if documents < 2:
+        raise OptionError(f"--documents is a whole number of at least 2, got {documents}.")
     for name, value in (("--gain", gain), ("--limit", limit)):
         if not math.isfinite(value):
             raise OptionError(f"{name} is a number of nats, got {value}.")

@@ -229,7 +229,7 @@ def read_documents(
             encoder, whose metrics put the tokenizer's special tokens around the text.
 
     Raises:
-        OptionError: a length below 2 tokens, or no documents.
+        OptionError: a length below 2 tokens, or fewer than 2 documents.
         DataError: a file is missing, empty or of an unknown type, a data set cannot be reached, a row has no text, or
             there are fewer than two documents of that length, including joined ones.
         MissingDependencyError: a parquet file or a data set needs the package datasets.
@@ -239,7 +239,7 @@ def read_documents(
         >>> read_documents(["a long text", "no", "another one"], byte_tokenizer(), length=8, limit=9).names
         ('text 0', 'text 2')
     """
-    for name, value, least in (("length", length, 2), ("documents", limit, 1)):
+    for name, value, least in (("length", length, 2), ("documents", limit, 2)):
         if value < least:
             raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
     stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column, begin=begin)

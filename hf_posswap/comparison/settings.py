@@ -43,7 +43,7 @@ class EvalSettings:
             run them.
         metrics: names of `METRICS`, a list or one text with commas; None: the first six for a causal model; mlm_pos,
             retrieval and vectors for an encoder.
-        documents: maximum number of documents.
+        documents: maximum number of documents, at least 2.
         seed: random seed of needles, bootstraps and permutations.
         depths: relative positions of needles, between 0 and 1.
         trials: passkeys for each length and depth, and prompts for each task of ruler_lite and length.
@@ -87,10 +87,10 @@ class EvalSettings:
             raise OptionError(f"metrics names what to measure, got none. Known: {', '.join(METRICS)}.")
         if self.lengths is not None and not (self.lengths and all(_is_whole(n, 2) for n in self.lengths)):
             raise OptionError(f"lengths are whole numbers of at least 2 tokens, got {brief_repr(list(self.lengths))}.")
-        for name in ("documents", "trials", "tail", "stride"):
+        for name, least in (("documents", 2), ("trials", 1), ("tail", 1), ("stride", 1)):
             value = getattr(self, name)
-            if not _is_whole(value, 1) and not (value is None and name in ("tail", "stride")):
-                raise OptionError(f"{name} is a whole number of at least 1, got {brief_repr(value)}.")
+            if not _is_whole(value, least) and not (value is None and name in ("tail", "stride")):
+                raise OptionError(f"{name} is a whole number of at least {least}, got {brief_repr(value)}.")
         if not (_is_number(self.margin) and math.isfinite(self.margin) and self.margin >= 0):
             raise OptionError(f"margin is a number of nats per token, at least 0, got {brief_repr(self.margin)}.")
         if not _is_whole(self.seed, 0):

@@ -59,7 +59,7 @@ def test_the_file_is_what_longppl_measures_on(tiny: Path) -> None:
         ({"length": -1}, 2, "error: --short is at least 2 and less than --length, got --short 16 --length -1.\n"),
         ({"length": 0, "short": -4}, 2, "error: --short is at least 2 and less than --length, got --short -4"),
         ({"stride": 0}, 2, "error: --stride is at least 1 and at most --short, got --stride 0 --short 16.\n"),
-        ({"documents": 0}, 2, "error: --documents is a whole number of at least 1, got 0.\n"),
+        ({"documents": 1}, 2, "error: --documents is a whole number of at least 2, got 1.\n"),
         ({"gain": "nan"}, 2, "error: --gain is a number of nats, got nan.\n"),
         ({"limit": "inf"}, 2, "error: --limit is a number of nats, got inf.\n"),
         ({"text": "none.txt"}, 4, "error: none.txt does not exist; give text files"),

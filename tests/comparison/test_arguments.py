@@ -120,7 +120,7 @@ def test_a_scheme_may_be_a_dict(scheme: dict[str, Any]) -> None:
         ({"lengths": []}, OptionError, r"lengths are whole numbers of at least 2 tokens, got \[\]"),
         ({"lengths": True}, OptionError, r"lengths are whole numbers of at least 2 tokens, got \[True\]"),
         ({"metrics": "ppl"}, UnknownNameError, "unknown metric 'ppl'"),
-        ({"documents": 0}, OptionError, "documents is a whole number of at least 1, got 0"),
+        ({"documents": 1}, OptionError, "documents is a whole number of at least 2, got 1"),
         ({"trials": "3"}, OptionError, "trials is a whole number of at least 1, got '3'"),
         ({"margin": "a"}, OptionError, "margin is a number of nats per token, at least 0, got 'a'"),
         ({"seed": 1.5}, OptionError, "seed is a whole number of at least 0, got 1.5"),

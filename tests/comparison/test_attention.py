@@ -72,7 +72,7 @@ def test_a_trained_copy_stands_beside(tmp_path: Path) -> None:
         ({"lengths": (64,)}, PositionRangeError, "Limits: base at 32"),
         ({"factor": 0.5}, OptionError, "factor is a number of at least 1"),
         ({"factor": float("nan")}, OptionError, "got nan"),
-        ({"limit": 0}, OptionError, "at least 1"),
+        ({"limit": 1}, OptionError, "at least 2"),
         ({"lengths": (30,), "documents": ["short"]}, DataError, "short"),
     ],
 )

@@ -453,7 +453,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_measured(tmp_
     ("field", "message"),
     [
         ({"lengths": (1,)}, r"at least 2 tokens, got \[1\]"),
-        ({"documents": 0}, "documents is a whole number of at least 1, got 0"),
+        ({"documents": 1}, "documents is a whole number of at least 2, got 1"),
         ({"seed": -1}, "seed is a whole number of at least 0, got -1"),
         ({"depths": (2.0,)}, r"depths lie between 0 and 1, got \[2.0\]"),
         ({"metrics": ()}, "metrics names what to measure, got none"),
