@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from hf_posswap.compat.peft_wrappers import is_saved_with_adapter, watch_adapters
+from hf_posswap.compat.peft_wrappers import trained_copies_of, watch_adapters
 from hf_posswap.compat.transformers_loading import undoing_what_has_an_inverse
 from hf_posswap.errors import CheckpointError, MissingDependencyError, NotPatchedError, UnsupportedSwapError
 from hf_posswap.patching.apply.applied import applied_swap
@@ -267,7 +267,7 @@ def refuse_lost_positions(model: PreTrainedModel) -> None:
     if getattr(model, "peft_config", None) is None or not is_swapped(model):
         return
     base = swapped_base(model)
-    unsaved = [(path, module) for path, module in _learned(base) if not is_saved_with_adapter(module)]
+    unsaved = [(path, module) for path, module in _learned(base) if not trained_copies_of(module)]
     lost = [path for path, module in unsaved if _is_trained(base, path, module)]
     if lost:
         raise CheckpointError(

@@ -17,6 +17,7 @@ import torch
 
 from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.names import candidate_names
+from hf_posswap.compat.peft_wrappers import adapters_at_work
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import lasting_values
@@ -242,6 +243,8 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of 32 hex digits over the weights and the config of `model`, its swap, and the code of own schemes.
 
+    Of a model with PEFT adapters, it also covers which of them are at work.
+
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
@@ -254,6 +257,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     if own := code_digests(sorted({*(record.get("imports") or {}).values()})):
         total.update(json.dumps(own).encode())
+    if adapters := adapters_at_work(model):
+        total.update(json.dumps(adapters, default=str).encode())
     unpack_4_bit_weights(model)
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

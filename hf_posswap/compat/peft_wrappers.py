@@ -35,13 +35,15 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
-def is_saved_with_adapter(module: nn.Module) -> bool:
-    """Return whether PEFT trains a copy of `module` in full, and saves it with the adapter.
+def adapters_at_work(model: nn.Module) -> dict[str, object]:
+    """Return which adapters each wrapped module of `model` adds, by its path; {} without PEFT.
 
-    Touches `modules_to_save` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it position parameters that an
-    adapter holds are taken for lost.
+    Touches `active_adapters`, `disable_adapters`, `merged_adapters` and `scaling` of tuner layers and of
+    `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it a model is measured once for all of its adapters.
     """
-    return hasattr(module, "modules_to_save")
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    wrapped = {path: module for path, module in model.named_modules() if is_adapted(module)}
+    return {path: [getattr(module, name, None) for name in names] for path, module in wrapped.items()}
 
 
 def original_of(module: nn.Module) -> Any:
@@ -62,10 +64,10 @@ def base_layer_of(module: nn.Module) -> nn.Module:
 
 
 def trained_copies_of(module: nn.Module) -> list[Any]:
-    """Return the copies that PEFT trains in full instead of `module`; [] where there is none.
+    """Return the copies that PEFT trains in full instead of `module`, and saves with adapters; [] where there is none.
 
     Touches `modules_to_save` of `ModulesToSaveWrapper` (peft 0.18 to 0.21). Without it what is set on a module does
-    not reach the copy that is trained.
+    not reach the copy that is trained, and position parameters that an adapter holds are taken for lost.
     """
     return list(getattr(module, "modules_to_save", {}).values())
 

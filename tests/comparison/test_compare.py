@@ -9,12 +9,14 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import (
     GPT2Config,
@@ -306,6 +308,31 @@ def test_other_weights_or_texts_share_no_unit(found: dict[str, Any]) -> None:
             out=found["folder"].parent / "shared",
         )  # fmt: skip
         assert found_now.computed == (computed or 9)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_each_adapter_of_a_model_is_measured_and_so_is_the_model_without(tmp_path: Path) -> None:
+    """They have the same weights, of which other ones are at work."""
+    shape = {"r": 4, "target_modules": ["c_attn"], "init_lora_weights": False, "fan_in_fan_out": True}
+    torch.manual_seed(0)
+    model = get_peft_model(gpt2(), LoraConfig(**shape), adapter_name="one").eval()
+    model.add_adapter("two", LoraConfig(**shape, lora_alpha=64))
+    ids = torch.tensor([TOKENIZER(text, add_special_tokens=False)["input_ids"][:127] for text in TEXTS])
+    ids = torch.cat([torch.full((len(ids), 1), 256), ids], dim=1)
+
+    def measured_and_loss(name: str | None) -> tuple[float, float]:
+        model.set_adapter(name or "one")
+        with torch.no_grad(), nullcontext() if name else model.disable_adapter():
+            run = evaluate(model, **arguments)
+            return run.results["models"]["PeftModel"]["ppl_prefix"][0]["perplexity"], model(ids, labels=ids).loss.item()
+
+    arguments: dict[str, Any] = {
+        "text": TEXTS, "tokenizer": TOKENIZER, "lengths": 128, "metrics": "ppl_prefix", "out": tmp_path,
+        "pictures": False,
+    }  # fmt: skip
+    for name in ("one", "two", None):
+        perplexity, loss = measured_and_loss(name)
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-4), name
 
 
 def test_a_further_length_is_measured_by_every_protocol_anew(tmp_path: Path) -> None:

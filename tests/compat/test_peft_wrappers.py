@@ -40,8 +40,13 @@ def test_is_adapted(net: Any) -> None:
     assert [peft_wrappers.is_adapted(one) for one in (net.project, net.table, net.rest)] == [True, True, False]
 
 
-def test_is_saved_with_adapter(net: Any) -> None:
-    assert [peft_wrappers.is_saved_with_adapter(one) for one in (net.table, net.rest)] == [True, False]
+def test_adapters_at_work(wrapped: Any, net: Any) -> None:
+    assert peft_wrappers.adapters_at_work(nn.Linear(2, 2)) == {}
+    assert peft_wrappers.adapters_at_work(net) == {
+        "project": [["default"], False, [], {"default": 1.0}], "table": [["default"], False, [], None]
+    }  # fmt: skip
+    with wrapped.disable_adapter():
+        assert [at_work[1] for at_work in peft_wrappers.adapters_at_work(net).values()] == [True, True]
 
 
 def test_original_of(net: Any) -> None:
@@ -58,6 +63,7 @@ def test_trained_copies_of(net: Any) -> None:
     (copy,) = peft_wrappers.trained_copies_of(net.table)
     assert type(copy) is nn.Embedding
     assert copy.weight.requires_grad
+    assert peft_wrappers.trained_copies_of(net.rest) == []
     assert copy is not peft_wrappers.original_of(net.table)
     assert peft_wrappers.trained_copies_of(net.rest) == []
 
