@@ -224,7 +224,8 @@ def measure_offsets(work: Work) -> list[dict[str, object]]:
         raise DataError(
             f"a passage has {passage} tokens, half the window of {work.window}, and the model ends at {limit}."
         )
-    known = work.subject.reach.prefix_consistent  # at offset 0 the passage is the beginning of what is read anyway
+    # at offset 0 the passage is the beginning of what is read anyway
+    known = work.subject.reach.prefix_consistent and passage <= max(work.lengths)
     read = offsets[1:] if known else offsets
     units = [
         Unit(

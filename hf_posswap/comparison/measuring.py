@@ -211,7 +211,7 @@ def _is_control(work: Work) -> bool:
 def _sliding_values(work: Work, length: int) -> list[np.ndarray]:
     """Return the losses of each document, float32 [length - 1]; those of the first window are measured by then."""
     window, documents = work.window, work.documents
-    known = work.subject.reach.prefix_consistent
+    known = work.subject.reach.prefix_consistent and window <= max(work.lengths)
     first = document_losses(work, window) if known and work.planned is None else None
     units = [
         Unit(

@@ -388,10 +388,10 @@ def values_and_losses(
         work: the subject and its documents.
         label: as in `Work.values`.
         units: beside the losses, in order.
-        lengths: of the losses; one beyond the lengths of the work, such as a window, is read too.
+        lengths: of the losses; each at most the longest length of the work.
     """
     whole = work.subject.reach.prefix_consistent
-    runs = {length: max(length, *work.lengths) if whole else length for length in lengths}
+    runs = {length: max(work.lengths) if whole else length for length in lengths}
     cached = work.raw.setdefault("losses", {})
     missing = sorted(set(runs.values()) - set(cached))
     count = len(work.documents.tokens)
