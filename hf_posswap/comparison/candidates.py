@@ -260,7 +260,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     if adapters := adapters_at_work(model):
         total.update(json.dumps(adapters, default=str).encode())
     unpack_4_bit_weights(model)
-    for name, value in sorted(model.state_dict().items()):
+    reach = reach_of(model)  # buffers that are not saved: frequencies, unless the last text's length sets them
+    unsaved = dict(model.named_buffers()) if reach.prefix_consistent or not reach.causal else {}
+    for name, value in sorted((unsaved | model.state_dict()).items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         for part in plain_parts(value):
             flat = part.detach().contiguous().flatten().view(torch.uint8)

@@ -335,6 +335,20 @@ def test_each_adapter_of_a_model_is_measured_and_so_is_the_model_without(tmp_pat
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-4), name
 
 
+def test_frequencies_that_were_set_by_hand_are_measured() -> None:
+    """They are in no state dict, nor in the config."""
+    plain, _ = watched_llama()
+    interpolated = copy.deepcopy(plain)
+    interpolated.model.rotary_emb.inv_freq /= 4
+    candidates = [Candidate(plain, name="base"), Candidate(interpolated, name="interpolated")]
+    found = compare(candidates, documents=TEXTS, tokenizer=TOKENIZER, lengths=96, metrics="ppl_prefix").results
+    ids = torch.tensor([[256, *text.encode()][:96] for text in TEXTS])
+    with torch.no_grad():
+        difference = (interpolated(ids, labels=ids).loss - plain(ids, labels=ids).loss).item()
+    assert abs(difference) > 1e-3
+    assert found["comparisons"]["interpolated"]["lengths"][0]["difference"] == pytest.approx(difference, abs=1e-5)
+
+
 def test_a_further_length_is_measured_by_every_protocol_anew(tmp_path: Path) -> None:
     """The text of `ppl_compat` ends where the lengths of a model do, which no digest of a longer document says."""
     arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "metrics": "ppl_compat"}
