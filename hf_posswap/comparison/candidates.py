@@ -21,7 +21,7 @@ from hf_posswap.compat.peft_wrappers import adapters_at_work
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import lasting_values
-from hf_posswap.errors import DataError, OptionError
+from hf_posswap.errors import DataError, OptionError, PosswapError
 from hf_posswap.evaluation.cost import choose_prefill
 from hf_posswap.evaluation.scoring import Reach, Scorer, reach_of
 from hf_posswap.patching.apply.patch_model import patch_model
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 _HASH_CHUNK = 1 << 26
-_SAMPLE = "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
+_SAMPLE = (
+    "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
+    "Привет, мир. Γειά σου. שלום مرحبا नमस्ते สวัสดี 你好，世界。こんにちは 안녕하세요 🙂\n"
+)
 
 
 @dataclass(frozen=True)
@@ -277,8 +280,8 @@ def tokenizer_for(
     """Return the tokenizer for all candidates.
 
     Args:
-        candidates: their folders and Hub ids, or those of their model objects, may contain tokenizers.
-        given: a tokenizer, a folder or a Hub id; None: the tokenizer of the first candidate that has one.
+        candidates: their folders and Hub ids, and those that model objects were loaded from, may contain tokenizers.
+        given: a tokenizer, a folder or a Hub id; None: as in `hf_posswap.compare`.
         trust_remote_code: run code that comes with a tokenizer.
 
     Raises:
@@ -287,21 +290,20 @@ def tokenizer_for(
     """
     if given is not None and not isinstance(given, str | Path):
         return given
-    sources = [str(given)] if given is not None else _sources(candidates)
-    if not sources:
-        raise DataError("a model object has no tokenizer: give tokenizer=.")
-    tokenizers = {source: load_tokenizer(source, trust_remote_code=trust_remote_code) for source in sources}
-    first, *others = tokenizers.items()
-    for source, tokenizer in others:
-        if tokenizer(_SAMPLE)["input_ids"] != first[1](_SAMPLE)["input_ids"]:
-            raise DataError(
-                f"{first[0]} and {source} have different tokenizers: their losses per token cannot be compared."
-            )
-    return first[1]
-
-
-def _sources(candidates: Sequence[Candidate]) -> list[str]:
-    """Return the folders and Hub ids of candidates; where there are none, those that model objects were loaded from."""
-    named = [str(c.source) for c in candidates if isinstance(c.source, str | Path)]
+    named = [str(c.source) for c in candidates if isinstance(c.source, str | Path)] if given is None else [str(given)]
     loaded = [str(getattr(getattr(c.source, "config", None), "name_or_path", None) or "") for c in candidates]
-    return list(dict.fromkeys(named or filter(None, loaded)))
+    tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+    for source in dict.fromkeys([*named, *(filter(None, loaded) if given is None else [])]):
+        try:
+            tokenizers[source] = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        except PosswapError:  # what a model object was loaded from may be gone
+            if source in named or not named:
+                raise
+    if not tokenizers:
+        raise DataError("a model object has no tokenizer: give tokenizer=.")
+    (first, tokenizer), *others = tokenizers.items()
+    for source, other in others:
+        if other(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
+            why = "have different tokenizers: their losses per token cannot be compared"
+            raise DataError(f"{first} and {source} {why}.")
+    return tokenizer

@@ -277,29 +277,27 @@ def measure_all(works: Sequence[Work], lengths: Sequence[int], reference: str, c
     Raises:
         NumericError, PositionRangeError, CheckpointError: as the measures.
     """
-    reference_work = next(work for work in works if work.subject.name == reference)
-    keep_prefixes(works, reference_work)
-    with _progress(works, reference_work):
-        if why := why_no_needles(reference_work):
-            _say(reference_work, f"passkey is not measured: {why}")
+    base = next(work for work in works if work.subject.name == reference)
+    keep_prefixes(works, base)
+    with _progress(works, base):
+        if why := why_no_needles(base):
+            _say(base, f"passkey is not measured: {why}")
             for work in works:
                 work.dropped["passkey"] = why
-            _plan(works, reference_work)
+            _plan(works, base)
         measured = {}
         for work in works:
             measured[work.subject.name] = _measure(work)
-            if work is not reference_work and work.subject.scoring is not None:
+            if work is not base and work.subject.scoring is not None:
                 work.subject.scoring.prefixes = None  # it compares no other model
-        comparisons = {
-            work.subject.name: against_base(reference_work, work) for work in works if work is not reference_work
-        }
+        comparisons = {work.subject.name: against_base(base, work) for work in works if work is not base}
         sliding = None
-        if (source := sliding_source(works, reference_work)) is not None:
+        if (source := sliding_source(works, base)) is not None:
             sliding, losses = measure_sliding(source, works)
             for work in works:
                 if work.raw.get("losses") and (rows := against_sliding(losses, work)):
                     measured[work.subject.name]["against_sliding"] = rows
-    return collect_results(works, reference_work, measured, comparisons, sliding, lengths, command)
+    return collect_results(works, base, measured, comparisons, sliding, lengths, command)
 
 
 def _progress(works: Sequence[Work], reference_work: Work) -> AbstractContextManager[object]:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,6 +28,7 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 import hf_posswap
@@ -471,6 +474,22 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     small = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=WINDOW, n_embd=16, n_layer=1, n_head=2)).eval()
     with pytest.raises(DataError, match="has embeddings for 0 to 99: use the tokenizer that belongs to the model"):
         evaluate(small, documents=TEXTS, tokenizer=TOKENIZER, settings=EvalSettings(lengths=(64,)))
+
+
+def test_models_of_different_tokenizers_are_refused_however_they_are_given(tmp_path: Path) -> None:
+    """Each reads another number of characters in as many tokens."""
+    hf_posswap.save(gpt2(), tmp_path / "bytes", tokenizer=TOKENIZER)
+    words = Tokenizer(BPE(vocab=TOKENIZER.get_vocab() | {"世界": 257}, merges=[]))
+    other = PreTrainedTokenizerFast(tokenizer_object=words, bos_token=TOKENIZER.bos_token)
+    hf_posswap.save(gpt2(1), tmp_path / "other", tokenizer=other)
+    folders = [str(tmp_path / name) for name in ("bytes", "other")]
+    first, second = (hf_posswap.load(folder) for folder in folders)
+    arguments: dict[str, Any] = {"documents": TEXTS, "lengths": 32, "metrics": "ppl_prefix"}
+    for candidates in (folders, [first, folders[1]], [folders[0], second], [first, Candidate(second, name="second")]):
+        with pytest.raises(DataError, match=r"have different tokenizers: their losses per token cannot be compared"):
+            compare(candidates, **arguments)
+    second.config.name_or_path = "a folder that is gone"
+    compare([folders[0], second], **arguments)
 
 
 def test_no_memory_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
