@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError
-from hf_posswap.evaluation.scoring import advice_if_not_finite
+from hf_posswap.evaluation.scoring import MOST_NATS, advice_if_not_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,7 +84,7 @@ def masked_losses(
 
     Raises:
         DataError: the tokenizer has no mask token, or the model returns no logits for each token.
-        NumericError: a loss is not finite.
+        NumericError: a loss is not finite, or too large for a perplexity.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM, BertTokenizer
@@ -153,5 +153,10 @@ def _losses(
         if not bool(losses.isfinite().all()):
             advice = advice_if_not_finite(model)
             raise NumericError(f"{type(model).__name__}: the loss of a masked token is not finite; {advice}.")
+        if (mean := float(losses.mean())) > MOST_NATS:
+            raise NumericError(
+                f"{type(model).__name__}: the mean loss of {len(losses)} masked tokens is {mean:.4g} nats, too large "
+                "for a perplexity; look for weights that are too large."
+            )
         group_losses.append(losses.numpy())
     return group_losses

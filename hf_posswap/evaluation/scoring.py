@@ -38,6 +38,8 @@ Head = Callable[[Tensor], Tensor]
 _PROBE_TOLERANCE = 1e-4
 _PROBED, _MOST_PROBED = 64, 4096  # tokens; the latter of a window that the probe passes
 _APART, _APART_HALF = 1e-2, 0.1  # nats: of any token in float32; on average in half precision, by the order of sums
+MOST_NATS = 700.0
+"""A mean loss beyond has no perplexity that a float can hold."""
 _BOUNDS = ("sliding_window", "attention_chunk_size", "index_topk")  # in tokens; layers read otherwise beyond them
 
 
@@ -202,7 +204,7 @@ class Scorer:
             reads_last: as in `logits`.
 
         Raises:
-            NumericError: a loss is not finite.
+            NumericError: a loss is not finite, or their mean too large for a perplexity.
             PositionRangeError: the model's position table ends before L.
             DataError: `scored` is not between 1 and L - 1.
         """
@@ -222,6 +224,11 @@ class Scorer:
             raise NumericError(
                 f"{type(self.model).__name__}: the loss of token {ids.shape[1] - count + first} is not finite; "
                 f"{advice_if_not_finite(self.model)}."
+            )
+        if (mean := float(losses.mean())) > MOST_NATS:
+            raise NumericError(
+                f"{type(self.model).__name__}: the mean loss of {losses.shape[1]} tokens is {mean:.4g} nats, too large "
+                "for a perplexity; look for weights that are too large."
             )
         return losses
 

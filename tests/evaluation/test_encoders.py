@@ -87,6 +87,10 @@ def test_what_is_no_masked_model_is_refused() -> None:
         pseudo_perplexity([np.array([np.nan])])
     model = bert()
     with torch.no_grad():
+        model.cls.predictions.transform.LayerNorm.weight.mul_(1e7)
+    with pytest.raises(NumericError, match=r"mean loss of 3 masked tokens is .* nats, too large for a perplexity"):
+        masked_losses(model, TOKENIZER, TEXT, mask_groups(20))
+    with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[int(TEXT[0])] = torch.nan
     with pytest.raises(NumericError, match="the loss of a masked token is not finite"):
         masked_losses(model, TOKENIZER, TEXT, mask_groups(20))

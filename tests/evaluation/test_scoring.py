@@ -5,6 +5,7 @@ What a model can run is what its plan declares, and what it then does.
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -202,6 +203,14 @@ def test_last_logits_are_those_that_predict_the_last_tokens(gpt2: PreTrainedMode
     with torch.no_grad():
         wanted = gpt2(ids).logits[:, -4:-1]
     torch.testing.assert_close(Scorer(gpt2).last_logits(ids, 3), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_loss_without_a_perplexity_is_an_error(gpt2: PreTrainedModel) -> None:
+    model = copy.deepcopy(gpt2)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.mul_(1e6)
+    with pytest.raises(NumericError, match=r"mean loss of 11 tokens is .* nats, too large for a perplexity; look for"):
+        Scorer(model).nll(torch.randint(0, 99, (1, 12)))
 
 
 def test_what_is_no_number_is_an_error(gpt2: PreTrainedModel) -> None:
