@@ -7,8 +7,9 @@ ones and, if these are too few, short ones joined.
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -230,8 +231,8 @@ def read_documents(
 
     Raises:
         OptionError: a length below 2 tokens, or fewer than 2 documents.
-        DataError: a file is missing, empty or of an unknown type, a data set cannot be reached, a row has no text, or
-            there are fewer than two documents of that length, including joined ones.
+        DataError: as `check_paths`, a file is empty or of an unknown type, a data set cannot be reached, a row has no
+            text, or there are fewer than two documents of that length, including joined ones.
         MissingDependencyError: a parquet file or a data set needs the package datasets.
 
     Example:
@@ -239,6 +240,7 @@ def read_documents(
         >>> read_documents(["a long text", "no", "another one"], byte_tokenizer(), length=8, limit=9).names
         ('text 0', 'text 2')
     """
+    check_paths(source)
     for name, value, least in (("length", length, 2), ("documents", limit, 2)):
         if value < least:
             raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
@@ -302,16 +304,25 @@ def _is_python(text: object) -> bool:
 
 
 def check_paths(source: object) -> None:
-    """Check that the files and folders of `source` exist. It is cheap, so call it before models are loaded.
+    """Check that `source` is text, and that its files and folders exist. It is cheap: call it before models are loaded.
 
     Raises:
-        DataError: a file or folder does not exist, or a folder holds no documents.
+        DataError: it is a mapping, or strings that name files; a file or folder does not exist, or a folder holds no
+            documents.
         MissingDependencyError: a path is a data set, and the package datasets is not installed.
 
     Example:
         >>> check_paths(["a text, and no path"])
     """
+    if isinstance(source, Mapping):
+        keys = ", ".join(map(repr, source))
+        raise DataError(f"the text is a {type(source).__name__} of {keys}: give what is under one of these names.")
     sources = [Path(source)] if isinstance(source, str | Path) else source if isinstance(source, list | tuple) else []
+    if sources and all(isinstance(item, str) and os.path.isfile(item) for item in sources):
+        raise DataError(
+            f"the text is {len(sources)} strings that name files, from {sources[0]!r} on, and strings in a list are "
+            "texts themselves: give Path(...) of each to read the files."
+        )
     for path in (item for item in sources if isinstance(item, Path)):
         if hub_text(path) is not None:
             require_datasets()

@@ -61,7 +61,7 @@ def row_document(row: object, name: str, column: str, *, chats: bool) -> Documen
         chats: whether a row without text may be a chat.
 
     Raises:
-        DataError: it is a chat whose messages cannot be read.
+        DataError: it is a chat whose messages cannot be read, or half a surrogate pair is in it.
 
     Example:
         >>> chat = row_document({"prompt": "1 + 1 = ", "completion": "2"}, "row 0", "text", chats=True)
@@ -70,7 +70,7 @@ def row_document(row: object, name: str, column: str, *, chats: bool) -> Documen
     """
     text = row.get(column) if isinstance(row, Mapping) else row
     if isinstance(text, str):
-        return Document(name, text)
+        return Document(name, _encodable(text, name))
     if not (chats and isinstance(row, Mapping)):
         return None
     given = {key: row[key] for key in ("messages", *_PAIR, *_OPTIONS) if row.get(key) is not None}
@@ -86,7 +86,18 @@ def row_document(row: object, name: str, column: str, *, chats: bool) -> Documen
             fields["tools"] = json.loads(fields["tools"])
         except ValueError as error:
             raise DataError(f"{name}: tools is no JSON ({error}): give a list of JSON schemas.") from error
-    return Chat(name, json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str), fields)
+    return Chat(name, _encodable(json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str), name), fields)
+
+
+def _encodable(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} has half a surrogate pair, {text[error.start]!r}, which no tokenizer reads: replace it, as "
+            "text.encode(errors='replace').decode() does."
+        ) from error
+    return text
 
 
 def no_text(row: object, name: str, column: str, *, chats: bool) -> DataError:

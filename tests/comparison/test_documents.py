@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from hf_posswap.comparison import read_documents
 from hf_posswap.comparison.documents import check_paths
@@ -53,6 +53,7 @@ def test_the_default_is_this_pythons_own_text() -> None:
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.jsonl", "{no json}\n", "a.jsonl, line 1 is no JSON"),
         ("a.jsonl", '{"body": 1}\n', r"a.jsonl 0 has no text under 'text', it has columns \['body'\]"),
+        ("a.jsonl", '{"text": "half of one: \\ud83d"}\n', r"a.jsonl 0 has half a surrogate pair, '\\ud83d'"),
         ("a.bin", "x", "a.bin is of an unknown kind; known: .txt"),
         ("a.txt", "short", "0 of 1 held-out documents have 20 tokens, at least 2 are needed"),
     ],
@@ -79,6 +80,23 @@ def test_missing_paths_are_found_before_anything_is_loaded(tmp_path: Path) -> No
             check_paths(source)
     for source in (None, TEXTS, tmp_path, iter(TEXTS)):
         check_paths(source)
+
+
+def test_names_of_files_and_of_splits_are_not_taken_for_texts(tmp_path: Path) -> None:
+    """As of glob.glob and of a DatasetDict: joined to documents, they were measured on."""
+    names = [str(tmp_path / f"{number}.txt") for number in range(4)]
+    for name, text in zip(names, TEXTS, strict=True):
+        Path(name).write_text(text)
+    split = Dataset.from_dict({"text": TEXTS})
+    for source, message in (
+        (names, r"the text is 4 strings that name files, from '.*0.txt' on, and strings .*: give Path\(...\) of each"),
+        (DatasetDict(train=split, test=split), "the text is a DatasetDict of 'train', 'test': give what is under one"),
+        ({"text": TEXTS}, "the text is a dict of 'text': give what is under one of these names"),
+    ):
+        for refusing in (check_paths, read):
+            with pytest.raises(DataError, match=message):
+                refusing(source)
+    np.testing.assert_array_equal(read([*map(Path, names)]), read(TEXTS))
 
 
 def test_results_name_no_folder_above_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
