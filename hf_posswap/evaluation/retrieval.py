@@ -146,7 +146,7 @@ def embed(
     """Return one unit vector for each document, float32 [N, E].
 
     Args:
-        model: the model whose last hidden states are pooled.
+        model: the model whose last hidden states are pooled; of an encoder-decoder, those of its encoder.
         documents: token ids of any lengths, without padding.
         pooling: the mean over tokens, the first token ("cls"), or the last.
         batch_tokens: maximum tokens of one forward; consecutive documents of equal length form a batch.
@@ -170,7 +170,8 @@ def embed(
         while stop < len(documents) and len(documents[stop]) == size and (stop + 1 - start) * size <= batch_tokens:
             stop += 1
         ids = torch.tensor([list(document) for document in documents[start:stop]], device=model.device)
-        body = unwrap(model).base_model  # PEFT's base_model is no encoder
+        inner = unwrap(model)  # PEFT's base_model is no encoder
+        body = inner.get_encoder() if inner.config.is_encoder_decoder else inner.base_model
         states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]
         vectors.append(states.mean(1) if pooling == "mean" else states[:, 0 if pooling == "cls" else -1])
         start = stop

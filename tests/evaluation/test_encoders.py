@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 from transformers import (
     AutoModel,
     AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertModel,
     BertTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from hf_posswap import patch_model
@@ -107,6 +111,19 @@ def test_embeddings_are_pooled_states_of_length_1(pooling: str, batch_tokens: in
             states = model(torch.tensor([document])).last_hidden_state[0]
         pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]
         torch.testing.assert_close(vector, pooled / pooled.norm(), atol=1e-5, rtol=1e-5)
+
+
+def test_embeddings_of_an_encoder_decoder_are_states_of_its_encoder() -> None:
+    shape = {"d_model": 16, "vocab_size": 99}
+    t5 = T5ForConditionalGeneration(T5Config(d_kv=8, d_ff=16, num_layers=1, num_heads=2, **shape)).eval()
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in
+             (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))}  # fmt: skip
+    bart = BartForConditionalGeneration(BartConfig(max_position_embeddings=8, **sizes, **shape)).eval()
+    ids = [5, 7, 9, 2]
+    for model in (t5, bart):
+        with torch.no_grad():
+            mean = model.get_encoder()(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(embed(model, [ids])[0], mean / mean.norm(), atol=1e-5, rtol=1e-5)
 
 
 def test_documents_have_their_length_and_carry_one_fact_each() -> None:
