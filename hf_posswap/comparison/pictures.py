@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from hf_posswap.comparison.report.looks import model_numbers
-from hf_posswap.comparison.report.results import ModelEntry, PositionRow, Results
-from hf_posswap.comparison.report.words import differences_of, finding, scores_by_length
+from hf_posswap.comparison.report.results import ModelEntry, Results
+from hf_posswap.comparison.report.words import differences_of, finding, losses_by_position, scores_by_length
 from hf_posswap.errors import MissingDependencyError
 from hf_posswap.plotting import (
     Cell,
@@ -66,7 +66,9 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
         by_length += [_length_curve(None, sliding["name"], sliding)] if sliding else []
         draw_perplexity_by_length(by_length, window, folder / PERPLEXITY, below=below)
         drawn.append(PERPLEXITY)
-    by_position = [_position_curve(numbers[name], name, model) for name, model in models.items() if _positions(model)]
+    by_position = [
+        _position_curve(numbers[name], name, model) for name, model in models.items() if losses_by_position(model)
+    ]
     if by_position:
         by_position += [_position_curve(None, sliding["name"], sliding)] if sliding else []
         draw_loss_by_position(by_position, window, folder / LOSS, below=below)
@@ -91,11 +93,6 @@ def draw_pictures(results: Results, folder: Path) -> list[str]:
     return drawn
 
 
-def _positions(model: ModelEntry) -> list[PositionRow]:
-    """Return loss by position, of next tokens or of masked tokens."""
-    return model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
-
-
 def _length_curve(number: int | None, name: str, model: ModelEntry) -> Curve:
     """Return the curve of the `number`-th model, or of the sliding window, which has no number."""
     points = (Point(row["length"], row["perplexity"], row["low"], row["high"]) for row in scores_by_length(model))
@@ -103,7 +100,7 @@ def _length_curve(number: int | None, name: str, model: ModelEntry) -> Curve:
 
 
 def _position_curve(number: int | None, name: str, model: ModelEntry) -> Curve:
-    rows = [row for row in _positions(model) if row["start"] >= _FIRST_POSITION] or _positions(model)
+    rows = [row for row in losses_by_position(model) if row["start"] >= _FIRST_POSITION] or losses_by_position(model)
     points = (
         Point((max(row["start"], 0.5) * row["stop"]) ** 0.5, row["loss"], row["low"], row["high"]) for row in rows
     )

@@ -22,7 +22,7 @@ from hf_posswap.comparison.documents import JOINED
 from hf_posswap.comparison.report import PAGE, write_html
 from hf_posswap.comparison.report.conclusion import conclude, control_warnings
 from hf_posswap.comparison.report.results import ModelEntry, Results
-from hf_posswap.comparison.report.words import scores_by_length, task_scores
+from hf_posswap.comparison.report.words import losses_by_position, scores_by_length, task_scores
 from hf_posswap.comparison.tables import latex, markdown
 from hf_posswap.comparison.work import Work
 from hf_posswap.errors import PosswapError
@@ -101,11 +101,10 @@ def curves_csv(results: Results) -> str:
     rows = []
     for name, model in results["models"].items():
         rows += [
-            (name, "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"])
-            for r in model.get("ppl_prefix", [])
+            (name, "perplexity", 0, r["length"], r["perplexity"], r["low"], r["high"]) for r in scores_by_length(model)
         ]
         rows += [
-            (name, "loss", r["start"], r["stop"], r["loss"], r["low"], r["high"]) for r in model.get("nll_pos", [])
+            (name, "loss", r["start"], r["stop"], r["loss"], r["low"], r["high"]) for r in losses_by_position(model)
         ]
         rows += [
             (name, "context_gain", 0, r["context"], r["gain"], r["low"], r["high"]) for r in model.get("ctx_gain", [])

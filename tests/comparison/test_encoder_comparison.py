@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +120,19 @@ def test_an_encoder_is_as_near_to_itself_as_can_be() -> None:
     candidates = [Candidate(bert(), name="one"), Candidate(bert(), name="same")]
     same = compare(candidates, documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results["models"]["same"]
     assert [row["cosine"] for row in same["vectors"]] == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
+def test_the_curves_of_an_encoder_are_in_their_file(tmp_path: Path) -> None:
+    settings = EvalSettings(lengths=(32, 128), metrics=("mlm_pos",))
+    found = evaluate(bert(), "alibi", documents=TEXTS, tokenizer=TOKENIZER, settings=settings, out=tmp_path).results
+    with (tmp_path / "curves.csv").open(newline="") as file:
+        rows = [
+            (row["model"], row["metric"], int(row["to_token"]), float(row["value"])) for row in csv.DictReader(file)
+        ]
+    for name, model in found["models"].items():
+        curves = [(name, "perplexity", row["length"], row["perplexity"]) for row in model["mlm_pos"]["lengths"]]
+        curves += [(name, "loss", row["stop"], row["loss"]) for row in model["mlm_pos"]["positions"]]
+        assert [row for row in rows if row[0] == name] == curves
 
 
 def test_the_card_of_an_encoder_has_its_perplexities_and_how_near_it_is() -> None:

@@ -17,7 +17,15 @@ from hf_posswap.comparison.report.looks import look, mark, model_numbers
 from hf_posswap.comparison.report.markup import Markup, tag
 from hf_posswap.comparison.report.results import HarnessRow, ModelEntry, NeedleCell, Needles, Results, TaskCell
 from hf_posswap.comparison.report.tables import Cell, heat_maps, sortable
-from hf_posswap.comparison.report.words import differences_of, effective, far_change, finding, number, scores_by_length
+from hf_posswap.comparison.report.words import (
+    differences_of,
+    effective,
+    far_change,
+    finding,
+    losses_by_position,
+    number,
+    scores_by_length,
+)
 from hf_posswap.plotting.styles import SLIDING
 
 Rows = Sequence[Mapping[str, Any]]
@@ -133,7 +141,7 @@ def positions(results: Results) -> Markup | None:
 
 
 def _position_rows(model: ModelEntry) -> Rows:
-    rows = model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
+    rows = losses_by_position(model)
     selected = [row for row in rows if row["start"] >= _FIRST_POSITION] or rows
     return [
         row

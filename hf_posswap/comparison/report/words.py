@@ -19,6 +19,7 @@ from hf_posswap.comparison.report.results import (
     LengthRow,
     ModelEntry,
     Needles,
+    PositionRow,
     Results,
     RetrievalRow,
     Tasks,
@@ -32,6 +33,11 @@ _LONGEST_NAME = 48
 def scores_by_length(model: ModelEntry) -> list[LengthRow]:
     """Return perplexity by length, of next tokens or of masked tokens; empty if it was not measured."""
     return model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
+
+
+def losses_by_position(model: ModelEntry) -> list[PositionRow]:
+    """Return loss by position, of next tokens or of masked tokens; empty if it was not measured."""
+    return model.get("nll_pos") or model.get("mlm_pos", {}).get("positions", [])
 
 
 def number(value: float) -> str:
