@@ -137,7 +137,7 @@ def cut_documents(
     if len(rows) < 2:
         raise DataError(
             f"{len(long)} of {len(documents)} held-out documents have {length} tokens, at least 2 are needed, and "
-            f"joining the others gives {len(joined)}: give longer documents or measure shorter lengths."
+            f"joining the others gives {len(joined)}: give more or longer documents, or measure shorter lengths."
         )
     if joined:
         protocol_text = (

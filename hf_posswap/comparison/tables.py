@@ -207,7 +207,7 @@ _DIFFERENCES = ("far context", "sliding window", "within the window")
 _MEANINGS = {
     "far context": "Far context: change of the loss by all text beyond the window.",
     "sliding window": "Sliding window: loss minus that of the sliding window, and the change of perplexity.",
-    "found": "Found: share of passkeys.",
+    "found": "Found: share of passkeys, over all lengths that a model can run.",
     "effective length": "Effective length: in tokens, by passkeys.",
     "tasks": "Tasks: mean score of ruler_lite, by length.",
     "tasks kept": "Tasks kept: percentage of the baseline's score on the same prompts; in brackets the change of the "
