@@ -300,8 +300,8 @@ def ruler_prompt(
 
     Raises:
         UnknownNameError: no such task.
-        DataError: `length` is too short for the task's text, the filler belongs to the task, or the documents have no
-            text or contain the answers.
+        DataError: `length` is too short for the task's text, the tokenizer cannot write the answers, the filler belongs
+            to the task, or the documents have no text or contain the answers.
 
     Example:
         >>> from hf_posswap.training.fresh import byte_tokenizer
@@ -348,6 +348,9 @@ class _Layout:
         task: its name, for messages.
         text: of the task.
         length: number of tokens of the prompt.
+
+    Raises:
+        DataError: the tokenizer cannot write the answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, task: str, text: TaskText, length: int) -> None:
@@ -356,6 +359,11 @@ class _Layout:
         self.pieces = [self._encode(piece) for piece in text.pieces]
         self.question = self._encode("\n" + text.question)
         self.answers = [self._encode(f" {answer}") for answer in text.answers]
+        if any(tokenizer.unk_token_id in answer for answer in self.answers):
+            raise DataError(
+                f"{type(tokenizer).__name__} cannot write the answers of {task}, {', '.join(text.answers)}: it maps a "
+                "part to its unknown token."
+            )
         self.comma = self._encode(",")
 
     def _encode(self, text: str) -> list[int]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaTokenizer, PreTrainedTokenizerFast
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation import Scorer
@@ -259,6 +261,17 @@ def test_answers_are_spelt_as_in_a_text_where_a_tokenizer_begins_each_text_with_
         assert list(prompt.ids[-len(wanted) :]) == wanted
         answers = [tokenizer.convert_ids_to_tokens(prompt.ids[start:stop]) for start, stop in prompt.spans]
         assert ["".join(tokens).removeprefix("▁") for tokens in answers] == answers_of(plain)
+
+
+def test_answers_that_a_tokenizer_cannot_write_are_refused() -> None:
+    """A model that answers with the unknown token would be right."""
+    letters = {letter: number for number, letter in enumerate(["?", *"abcdefghijklmnopqrstuvwxyz0123456789 .,\n"])}
+    bpe = Tokenizer(BPE(vocab=letters, merges=[], unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="?")
+    assert ruler_prompt(tokenizer, "niah_single", length=1500).spans
+    for task in ("variable_tracking", "niah_latent"):
+        with pytest.raises(DataError, match=rf"cannot write the answers of {task}, [A-Z].*: it maps a part to its unk"):
+            ruler_prompt(tokenizer, task, length=1500)
 
 
 def test_what_does_not_fit_is_refused() -> None:
