@@ -6,7 +6,7 @@ from repository import ROOT
 
 
 def rooms() -> str:
-    """Return the table of the page of `hf_posswap`, and the sentences before it that say what it lists."""
+    """Return the table of the page of `hf_posswap`, and the sentences before it."""
     _, _, body = (ROOT / "hf_posswap" / "README.md").read_text(encoding="utf-8").partition("how a call works. ")
     return body.strip()
 

@@ -83,7 +83,7 @@ class Run:
         folder: of the run.
         identity: of the training; a phase adds documents and base.
         launch: how the process was started.
-        services: what it evaluates with, and shows lines by.
+        services: for evaluation and output.
         main: whether this process writes files and shows lines.
     """
 

@@ -110,7 +110,7 @@ def prepare(
     Args:
         recipe: without stages.
         launch: how this process was started.
-        services: what it shows, and measures memory with.
+        services: for output, and the free memory.
         weights: a checkpoint of the previous stage, whose weights are loaded into the swapped model.
         resumes: whether training resumes from a checkpoint, so that the first loss was checked before.
         recovers: whether to measure the unswapped model's loss in its window, for a stage that ends by it.

@@ -102,7 +102,7 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
 
     Args:
         recipe: from `load_recipe`.
-        services: what it evaluates and shows; None: nothing is shown or evaluated, and free memory is not checked.
+        services: for evaluation and output; None: nothing is shown or evaluated, and free memory is not checked.
 
     Raises:
         ConfigError: the recipe names no text, needs a service that is not given, or does not fit the model.

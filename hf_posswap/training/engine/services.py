@@ -1,4 +1,4 @@
-"""What the engine is given beside a recipe, and what it evaluates, at which lengths."""
+"""The evaluation and the output of the engine: functions that it is given, and the lengths at which it measures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Services:
     """Functions for the engine.
 
     Attributes:
-        evaluate: measures a model; None: a recipe that needs it is refused, and the report leaves out what it adds.
+        evaluate: measures a model; None: a recipe that needs it is refused, and the report goes without its numbers.
         free_bytes: returns the free memory of a device; None: memory is not checked.
         reporter: shows lines and bars on the main process; None: nothing is shown.
     """
