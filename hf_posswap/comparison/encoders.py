@@ -12,7 +12,14 @@ from hf_posswap.comparison.work import Unit, Work, key_of
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.masked import mask_groups, masked_losses, pseudo_perplexity, special_frame
 from hf_posswap.evaluation.perplexity import loss_by_position, perplexity_by_length
-from hf_posswap.evaluation.retrieval import FILLER, leading_tokens, retrieval_at_length, vector_cosine, vector_score
+from hf_posswap.evaluation.retrieval import (
+    FILLER,
+    leading_tokens,
+    retrieval_at_length,
+    retrieval_texts,
+    vector_cosine,
+    vector_score,
+)
 from hf_posswap.evaluation.store import unit_key
 
 _SHARE = 0.15
@@ -55,7 +62,8 @@ def _retrieval(work: Work, length: int) -> Unit:
         "kind": "passkey",
         "pooling": "mean",
     }
-    ids = [*special_frame(work.tokenizer), work.tokenizer(FILLER, verbose=False)["input_ids"]]
+    texts = [FILLER, *(text for pair in retrieval_texts("passkey", _RETRIEVED, work.settings.seed) for text in pair)]
+    ids = [*special_frame(work.tokenizer), *work.tokenizer(texts, verbose=False)["input_ids"]]
     return Unit(
         {"metric": "retrieval", **options},
         {"length": length, "tokenizer": unit_key({"ids": ids})},

@@ -56,6 +56,18 @@ def test_masked_tokens_and_retrieval_by_length() -> None:
     assert "| ◆ BertForMaskedLM+rope | " in str(run)
 
 
+def test_retrieval_is_measured_anew_with_a_tokenizer_that_spells_keys_otherwise(tmp_path: Path) -> None:
+    reversed_digits = str.maketrans("0123456789", "9876543210")
+    other = BertTokenizer(vocab={word.translate(reversed_digits): n for n, word in enumerate(VOCABULARY)})
+    settings = EvalSettings(lengths=(64, 128), metrics=("retrieval",))
+    found = [
+        evaluate(bert(), "rope", documents=TEXTS, tokenizer=tokenizer, settings=settings, out=tmp_path / folder)
+        for tokenizer, folder in ((TOKENIZER, "one"), (other, "one"), (other, "two"))
+    ]
+    first, again, fresh = (run.results["models"]["BertForMaskedLM+rope"]["retrieval"] for run in found)
+    assert again == fresh != first
+
+
 def test_the_metrics_of_an_encoder_are_chosen_for_it() -> None:
     settings = EvalSettings(lengths=(64, 128), documents=2)
     results = evaluate(bert(), "alibi", documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results
