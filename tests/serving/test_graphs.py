@@ -349,6 +349,31 @@ def test_what_reads_no_text_is_refused() -> None:
         signature_of(transformers.ViTForImageClassification(config).eval())
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("LlamaForSequenceClassification", "no padding token is defined"),
+        ("BertForMultipleChoice", "is invalid for input of size 2"),
+        ("BartForSequenceClassification", "does not match the shape of the indexed tensor"),
+    ],
+)
+def test_a_head_that_does_not_run_with_a_batch_of_texts_is_refused(name: str, problem: str) -> None:
+    model = tiny_model(name, meta=False, pad_token_id=None if "Llama" in name else 1)
+    with pytest.raises(UnsupportedSwapError, match=f"{name} does not run with that: .*{problem}.* Set what it lacks"):
+        signature_of(model.eval())
+
+
+def test_the_one_score_of_a_text_is_compared(tmp_path: Path) -> None:
+    """It comes from the first token, so padding on the left changes it: a softmax over one score would hide that."""
+    model = tiny_model("BertForSequenceClassification", meta=False, num_labels=1, vocab_size=VOCABULARY)
+    made = export(saved(tmp_path / "x", patch_model(model.eval(), "alibi")), "torch", tmp_path / "m.pt2")
+    graph, texts = opened(made), [words(9), words(4)]
+    expected = torch.cat([model(row[None]).logits for row in texts])
+    assert (graph(batch(texts, "right") | {"token_type_ids": torch.zeros(2, 9).long()}) - expected).abs().max() < BOUND
+    assert (graph(batch(texts, "left") | {"token_type_ids": torch.zeros(2, 9).long()}) - expected).abs().max() > BOUND
+    assert "Pad only on the right: the model does not ignore padding on the left" in made.notes["compared"]
+
+
 def test_the_extra_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "x", build("llama"))
     monkeypatch.setattr("hf_posswap.checkpoints.exports.graph_file.find_spec", lambda _: None)

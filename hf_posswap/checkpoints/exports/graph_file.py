@@ -37,7 +37,8 @@ MOST = 512
 FARTHEST = 8192
 """Tokens of the longest text that is read to go beyond the original length."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 4e-1}
-"""Largest difference by the dtype of the weights: log probabilities in nats, states relative to the largest."""
+"""Largest difference by the dtype of the weights: log probabilities (or log odds, where there is one score) in nats,
+states relative to the largest."""
 _SHORT = 24
 LARGEST = 3 * 2**29
 """Bytes of weights that go into an ONNX file, whose format ends at 2 GiB; larger ones go into a second file."""
@@ -271,7 +272,7 @@ def ran_alike(
         return f"it gives the model's outputs for {lengths} on either side, to {max(distances.values()):.1g} {unit}"
     return (
         f"it gives the model's outputs for {lengths} on the right, to {distances['right']:.1g} {unit}. Pad only "
-        "on the right: the model counts padding on the left as positions"
+        "on the right: the model does not ignore padding on the left"
     )
 
 
@@ -288,8 +289,10 @@ def _apart(trial: Trial, given: dict[str, Tensor], texts: list[dict[str, Tensor]
 
 def _distance(name: str, actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.double(), expected.double()
-    if name == "logits":
-        return float((actual.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
+    if name == "logits" and actual.shape[-1] > 1:
+        actual, expected = actual.log_softmax(-1), expected.log_softmax(-1)
+    if name == "logits":  # one score alone is log odds: its softmax is always 1
+        return float((actual - expected).abs().max())
     return float((actual - expected).abs().max() / expected.abs().max())
 
 

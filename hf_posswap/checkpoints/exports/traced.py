@@ -21,6 +21,7 @@ from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import FOLLOW_LENGTH, buffer_name, parameters_of
 from hf_posswap.patching.sites.rotary.modules import AroundNative, rebuilt
+from hf_posswap.utils.format import said_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -118,7 +119,7 @@ def signature_of(model: PreTrainedModel) -> Signature:
 
     Raises:
         UnsupportedModelError: no family describes the model.
-        UnsupportedSwapError: it reads something else than text, or gives something else than scores or states.
+        UnsupportedSwapError: it reads something else than text, gives something else than scores or states, or stops.
     """
     main, named = locate(model).main, type(model).__name__
     takes = inspect.signature(type(model).forward).parameters
@@ -131,8 +132,14 @@ def signature_of(model: PreTrainedModel) -> Signature:
         names.append("token_type_ids")
     alone = main.geometry.causal and not model.config.is_encoder_decoder
     signature = Signature(tuple(names), counts=alone and "position_ids" in takes)
-    with torch.no_grad():
-        given = run(model, signature, signature.sample())
+    try:
+        with torch.no_grad():
+            given = run(model, signature, signature.sample())
+    except Exception as error:  # any model's code: of some, each head has its own demands
+        raise UnsupportedSwapError(
+            f"a graph takes a batch of {', '.join(names)}, and {named} does not run with that: "
+            f"{said_by(error).rstrip('.')}. Set what it lacks in config.json, or export its base model (AutoModel)."
+        ) from error
     outputs = tuple(name for name in OUTPUTS if isinstance(given.get(name), Tensor))
     if not outputs or "logits" in given and given["logits"].dim() not in (2, 3):
         raise UnsupportedSwapError(f"a graph gives {', '.join(OUTPUTS)}, and {named} gives {', '.join(given)}.")
