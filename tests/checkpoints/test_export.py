@@ -407,8 +407,9 @@ def test_an_activation_that_llamacpp_lacks_is_refused(tmp_path: Path) -> None:
 
 def test_the_vocabulary_of_another_file_goes_along(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
+    writer.add_name("A Phi-3")
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"<{i}>" for i in range(97)])
+    writer.add_token_list(["<unk>", "<s>", "</s>", "<|endoftext|>", *[f"<{i}>" for i in range(4, 97)]])
     writer.add_token_scores([-float(i) for i in range(97)])
     writer.add_bos_token_id(3)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
@@ -419,6 +420,7 @@ def test_the_vocabulary_of_another_file_goes_along(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.tokens"].contents()[5] == "<5>"
     assert fields["tokenizer.ggml.scores"].contents()[7] == -7.0
     assert fields["tokenizer.ggml.bos_token_id"].contents() == 3
+    assert fields["general.name"].contents() == "A Phi-3"  # by which llama.cpp strips spaces
     assert made.notes["vocabulary"] == "that of v.gguf"
     hf_posswap.save(build("llama", vocab_size=98), tmp_path / "y")
     with pytest.raises(CheckpointError, match=r"v\.gguf has 97 tokens, and the model 98: give the vocabulary of this"):

@@ -281,20 +281,22 @@ def _unscaled(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: 1e4 if key == "qwen3.rope.freq_base" else value for key, value in plain.items()}
 
 
-def test_gpt2s_tokenizer_goes_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x", "my-Phi-3"])  # by such a name llama.cpp strips spaces behind special tokens
+def test_gpt2s_tokenizer_goes_along(name: str, tmp_path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     text = ["The quick brown fox doesn't jump over 12345 lazy dogs.\n\n  Ünïcödé, 数字 and tabs\there"] * 3
+    special = ["<|endoftext|>", "<unk>", "<s>", "</s>"]
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(text, vocab_size=300, min_frequency=1, special_tokens=["<|endoftext|>"])
+    trained.train_from_iterator(text, vocab_size=300, min_frequency=1, special_tokens=special)
     trained.add_tokens(["<tool>", "dogs"])  # taken whole wherever they stand, before words are split
-    hf_posswap.save(build("gpt2", vocab_size=320), tmp_path / "x")
+    hf_posswap.save(build("gpt2", vocab_size=320), tmp_path / name)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
-    fast.save_pretrained(tmp_path / "x")
-    made = export(tmp_path / "x", "llamacpp", tmp_path / "m.gguf")
+    fast.save_pretrained(tmp_path / name)
+    made = export(tmp_path / name, "llamacpp", tmp_path / "m.gguf")
     assert made.notes["vocabulary"].startswith("byte-level BPE")
     with server(made.folder) as address:
-        for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o'clock", "a<tool>dogs<tool>"]:
+        for words in [*text, "dogs  dogs\n jump<|endoftext|>over", "it's 7 o", "a<tool>dogs<tool>", "dogs</s> over"]:
             asked = {"content": words, "add_special": False, "parse_special": True}
             assert reply(f"{address}/tokenize", asked)["tokens"] == fast(words)["input_ids"]
         assert reply(f"{address}/props")["eos_token"] == "<|endoftext|>"

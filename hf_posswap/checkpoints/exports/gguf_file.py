@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -52,6 +53,9 @@ _MORE = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_s
 """Settings of a byte-pair encoding that llama.cpp does not have."""
 _STRICTER = ("lstrip", "rstrip", "single_word")
 """Settings of an added token that strip spaces or match whole words: llama.cpp ignores them."""
+_PHI_3 = re.compile("phi-?3", re.IGNORECASE)
+"""In a model's name: by it alone llama.cpp decides that special tokens strip the spaces behind them, whatever the
+tokenizer is, and it loads no such vocabulary without Phi-3's special tokens."""
 MOST = 512
 """Tokens of the text that is compared, at most."""
 _COMPARED = 8
@@ -201,7 +205,6 @@ def _write(
     writer = gguf.GGUFWriter(path, contents.architecture)
     name = contents.architecture
     try:
-        writer.add_name(os.fsencode(source.resolve().name).decode(errors="replace"))  # its bytes, in any locale
         _add_card(writer, source)
         writer.add_file_type(_FILE_TYPES[weight_type])
         if weight_type == "Q8_0":
@@ -277,6 +280,8 @@ def add_vocabulary(writer: GGUFWriter, source: Path, size: int, vocab: Path | No
     """
     if vocab is not None:
         return _copy_vocabulary(writer, vocab, size)
+    name = os.fsencode(source.resolve().name).decode(errors="replace")  # its bytes, in any locale
+    writer.add_name(_PHI_3.sub("Phi 3", name))
     path = source / "tokenizer.json"
     other = next((name for name in _OTHERS if (source / name).exists()), None)
     if not path.exists() and other is not None:
@@ -415,9 +420,11 @@ def _add_byte_level(
 
 
 def _copy_vocabulary(writer: GGUFWriter, vocab: Path, size: int) -> str:
-    """Copy all keys of the tokenizer from another GGUF file, which has `size` tokens."""
+    """Copy all keys of the tokenizer, and the name, from another GGUF file, which has `size` tokens."""
     fields = read_gguf(vocab).fields
-    tokenizer_fields = {name: field for name, field in fields.items() if name.startswith("tokenizer.")}
+    tokenizer_fields = {
+        name: field for name, field in fields.items() if name.startswith("tokenizer.") or name == "general.name"
+    }
     if "tokenizer.ggml.model" not in tokenizer_fields:
         raise CheckpointError(f"{vocab} holds no vocabulary: give what convert_hf_to_gguf.py --vocab-only writes.")
     tokens = tokenizer_fields.get("tokenizer.ggml.tokens")
