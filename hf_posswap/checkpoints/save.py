@@ -47,7 +47,7 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     Args:
         model: a transformers model; or a PEFT model: then the adapter, with the swap of its base; or a
             SentenceTransformer: then all its modules and its tokenizer, for `SentenceTransformer(folder)` after
-            `import hf_posswap`.
+            `import hf_posswap`, which opens no adapter on a swapped base: merge that first.
         folder: where to; its parents are made.
         tokenizer: saved with the model; where it truncates texts at the model's length before the swap, the saved
             one truncates at the swap's length. The same holds for `max_length` of the model's generation_config.

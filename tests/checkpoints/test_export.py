@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -480,6 +481,8 @@ def test_encoders_get_what_to_type(case: str, tmp_path: Path) -> None:
             f"posswap export {tmp_path / 'x'} --target onnx -o {tmp_path / 'x'}/model.onnx && "
         )
     assert ("import hf_posswap; " in commands[2]) == (scheme is not None)
+    # SentenceTransformer would drop the head of a classifier
+    assert ("import CrossEncoder; CrossEncoder(" in commands[2]) == (case == "classes")
     assert {each.target: each.command for each in doctor(tmp_path / "x").serving}["tei"] == commands[1]
 
 
@@ -579,6 +582,10 @@ def test_wrong_targets_and_folders_are_refused(tmp_path: Path) -> None:
         export(folder, "vllm", folder / "inside")
     with pytest.raises(CheckpointError, match="holds no readable model config"):
         export(tmp_path / "missing", "vllm")
+    adapted = hf_posswap.add_adapter(hf_posswap.load(folder), peft.LoraConfig(target_modules=["q_proj"], r=1))
+    hf_posswap.save(adapted, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"adapter' holds an adapter and no model. Merge it, .*merge_and_unload"):
+        export(tmp_path / "adapter", "vllm")
     nested = transformers.Gemma3TextConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=11)
     nested.save_pretrained(tmp_path / "gemma3")
     with pytest.raises(UnsupportedModelError, match="each layer type: it is unknown how sglang reads"):

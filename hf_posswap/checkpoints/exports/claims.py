@@ -32,8 +32,8 @@ class Claim:
             refuses, or computes something else.
         why: the reason, as text.
         command: the command, with placeholders {folder}, {length}, {original} (tokens) and {dtype}, {auto} for the
-            Auto class, and {python} or {inner} for the folder in Python code, plain or between a shell's double quotes;
-            "" if none helps.
+            Auto class, {sentences} for the class of sentence-transformers, and {python} or {inner} for the folder in
+            Python code, plain or between a shell's double quotes; "" if none helps.
         engine: the program's version that the claim is about.
         known: "tested": a test runs the program; "run": it was run once, without a test; "read": its code or
             documentation was read, and it was not run.

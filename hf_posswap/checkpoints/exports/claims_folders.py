@@ -6,7 +6,8 @@ mixed lengths within and beyond the original length, and greedy tokens; rows mar
 
 text-embeddings-inference (TEI): read in its code, of autumn 2026. Its CPU image runs model.onnx with onnxruntime
 first, whatever the model type; its own classes support some types and refuse the others. sentence-transformers: run by
-tests/training/engine/test_sentences.py.
+tests/training/engine/test_sentences.py. It makes an encoder without the head of what SentenceTransformer opens, so a
+classifier is for CrossEncoder.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _TEI = "TEI's code of autumn 2026"
 _SENTENCE_TRANSFORMERS = "sentence-transformers 6.2"
 _ROUTER = "text-embeddings-router --model-id {folder}"
 _GRAPH = f"posswap export {{folder}} --target onnx -o {{folder}}/model.onnx && {_ROUTER}"
-_OPEN = "from sentence_transformers import SentenceTransformer; SentenceTransformer({inner})"
+_OPEN = "from sentence_transformers import {sentences}; {sentences}({inner})"
 _NO_ONNX = (
     'Not by backend="onnx": that wants optimum-onnx, whose newest release (0.1) refuses transformers 5. posswap export '
     "--target onnx writes the file without it."

@@ -88,19 +88,21 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
         "problem": position_config.unpaged,
         "architecture": position_config.architecture or "its class",
         "auto": _auto_class(position_config),
+        "sentences": "CrossEncoder" if position_config.architecture.endswith(_CLASSIFIER) else "SentenceTransformer",
         "dtype": " --dtype float32" if position_config.dtype == "float32" else "",
         "checked": "It is, in the exported config." if known else "Whether it is here is unknown: check it.",
     }
     return text.format(**values)
 
 
+_CLASSIFIER = "ForSequenceClassification"
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForPreTraining": "AutoModelForPreTraining",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    _CLASSIFIER: "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
@@ -126,6 +128,7 @@ def claims_markdown() -> str:
     shown |= {"full": "its own list"}
     shown |= {"python": "'DIR'", "inner": "'DIR'"}
     shown |= {"problem": "it says why", "architecture": "its class", "auto": "AutoModelForCausalLM"}
+    shown |= {"sentences": "SentenceTransformer"}
     for target, claims in CLAIMS.items():
         for claim in claims:
             why = claim.why.format(**shown).strip()

@@ -361,6 +361,11 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
     except PosswapError:
         raise
     except Exception as error:  # config classes, validators and custom code may raise anything
+        if (Path(source) / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{str(source)!r} holds an adapter and no model. Merge it, and save the model to another folder: "
+                f"hf_posswap.save(hf_posswap.load({str(source)!r}).merge_and_unload(), FOLDER)."
+            ) from error
         raise CheckpointError(
             f"{str(source)!r} holds no readable model config (config.json): {said_by(error)}"
         ) from error
