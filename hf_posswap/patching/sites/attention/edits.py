@@ -209,7 +209,8 @@ class StartHook:
             bring_all(self.carried())
         given = by_name(self.signature, args, kwargs)
         sides = given.get("is_causal", getattr(getattr(module, "config", None), "is_causal", None))
-        if self.sides and sides not in self.sides:
+        # continuous batching says False where it brings a mask, which is causal
+        if self.sides and sides not in self.sides and not any(map(is_paged_cache, given.values())):
             raise UnsupportedSwapError(
                 f"{type(module).__name__} was called with is_causal={sides}, of the call or of its config, and the "
                 f"scheme in it was made for is_causal={not sides}: its positions would be wrong. What works: leave "
