@@ -230,6 +230,20 @@ def quarter_turn(code: ModuleType, probe: Tensor) -> Tensor | None:
     return None
 
 
+def turns_part(code: ModuleType, head_dim: int, rotary_dim: int) -> bool:
+    """Return whether the modeling `code` of a family turns `rotary_dim` of the dimensions of a head, if it gets those.
+
+    Touches `apply_rotary_pos_emb` of each modeling module. Without it nobody can tell whether a family that turns
+    whole heads could turn a part of each, and it is taken for one that cannot.
+    """
+    head, angles = torch.zeros(1, 1, 1, head_dim, device="cpu"), torch.zeros(1, 1, rotary_dim, device="cpu")
+    try:
+        turned: tuple[Tensor, ...] = code.apply_rotary_pos_emb(head, head, angles, angles)
+    except Exception:  # arbitrary model code, or there is none
+        return False
+    return turned[0].shape[-1] == head_dim
+
+
 _MASKED_KEYS = "masked_key_indices"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import LlamaForCausalLM
 from hf_posswap import patch_model, plan_swap, swap_plan
 from hf_posswap.errors import SchemeError
 from hf_posswap.geometry import Geometry
-from hf_posswap.schemes import Rope
+from hf_posswap.schemes import Rope, Scheme, Yarn
+from hf_posswap.testing.tiny import tiny_model
 from tests.schemes import small
 
 Geometries = Callable[..., Geometry]
@@ -61,6 +63,25 @@ def test_pairs_that_do_not_turn_need_the_plugin() -> None:
     patch_model(nope, "nope")
     torch.testing.assert_close(logits(still), logits(nope), rtol=0, atol=5e-5)
     assert (logits(still) - logits(model)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        ("LlamaForCausalLM", "plugin"),  # its code turns whole heads, whatever its config says
+        ("Gemma2ForCausalLM", "plugin"),
+        ("GPTNeoXForCausalLM", "native"),
+        ("Phi3ForCausalLM", "native"),
+    ],
+)
+@pytest.mark.parametrize("scheme", [Rope(partial=0.5, base=500.0), Yarn(partial=0.5, factor=4.0)], ids=["rope", "yarn"])
+def test_heads_of_which_a_part_turns_are_native_where_the_code_can_turn_a_part(
+    name: str, route: str, scheme: Scheme
+) -> None:
+    model = tiny_model(name, meta=False).eval()
+    pair = patch_model(copy.deepcopy(model), scheme), patch_model(model, scheme, site="attention")
+    assert [swap_plan(model).route for model in pair] == [route, "plugin"]
+    torch.testing.assert_close(logits(pair[0]), logits(pair[1]), rtol=0, atol=5e-5)
 
 
 def test_lists_of_the_wrong_length(geometry: Geometries) -> None:

@@ -208,7 +208,8 @@ def _check_options(target: str, out: Path | None, vocab: str | Path | None, dtyp
 
 
 def _wanted_out(target: str) -> str:
-    return f"a file that ends in {FILES[target]}" if target in GRAPHS else "a folder"
+    file = f"a file that ends in {FILES.get(target)}"
+    return file if target in GRAPHS else f"a folder or {file}" if target in FILES else "a folder"
 
 
 def _check_road(source: str, target: str, judgement: Judgement, is_file: bool) -> None:

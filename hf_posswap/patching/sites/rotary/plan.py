@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_posswap.compat.transformers_attention import runs_longrope_by_layer_type
+from hf_posswap.compat.transformers_attention import runs_longrope_by_layer_type, turns_part
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnsupportedSwapError
+from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.rope_config import config_at
 from hf_posswap.families.rotary import POSITIONS_ELSEWHERE
 from hf_posswap.families.sites import Stack
@@ -209,14 +210,14 @@ def _settings(model: PreTrainedModel, stack: Stack, trial: Any) -> list[tuple[st
 
 
 def _is_width(module: nn.Module, name: str, old: object, new: object) -> bool:
-    """Return whether a setting is a rotary width that is read: attention would then split its heads differently."""
+    """Return whether a setting is a rotary width that is read: attention would then split its heads differently.
+
+    Any method except the constructor may read it.
+    """
     whole = isinstance(new, int) and not isinstance(new, bool) and isinstance(old, int)
-    return whole and any(fragment in name for fragment in ("rot", "dim", "head_size")) and _reads(type(module), name)
-
-
-def _reads(cls: type, name: str) -> bool:
-    """Return whether any method of `cls` except its constructor may read the attribute `name` of an instance."""
-    methods = [value for owner in cls.__mro__ if owner is not nn.Module for value in vars(owner).values()]
+    if not whole or not any(fragment in name for fragment in ("rot", "dim", "head_size")):
+        return False
+    methods = [value for owner in type(module).__mro__ if owner is not nn.Module for value in vars(owner).values()]
     methods = [inspect.unwrap(method) for method in methods if callable(method)]
     codes = [getattr(method, "__code__", None) for method in methods if getattr(method, "__name__", "") != "__init__"]
     return any(code is not None and name in code.co_names for code in codes)
@@ -264,6 +265,9 @@ def _all_follow(model: PreTrainedModel, stack: Stack, scheme: Scheme, config: Pr
             continue
         assert isinstance(scheme, RotaryScheme)
         turned = all(matches(new, scheme, stack.geometry, name) for name in stack.full_attention_types)
+        if turned and not same_widths(new, old):
+            code = modeling_module(model.get_submodule(stack.attention[0]))
+            turned = turns_part(code, stack.geometry.head_dim, scheme.rotary_dim(stack.geometry))
         if not turned or not keeps(new, old, current, stack.full_attention_types):
             return False
     return True
