@@ -127,6 +127,9 @@ def save_with_swap(model: PreTrainedModel, folder: Path) -> None:
             model.save_pretrained(folder)
         else:
             model.save_pretrained(str(folder), create_model_card=False)
+            settings = folder / "sentence_bert_config.json"
+            if settings.is_file():  # else it is cut to max_position_embeddings, which "dynamic" keeps
+                write_json(settings, read_object(settings) | {"max_seq_length": model.max_seq_length})
     write_sidecars(inner, folder)
 
 

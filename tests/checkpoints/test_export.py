@@ -310,6 +310,8 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     plain = saved(tmp_path / "p", "llama", None)
     with pytest.raises(OptionError, match="vllm takes a folder"):
         export(plain, "vllm", tmp_path / "m.gguf")
+    with pytest.raises(OptionError, match=r"llamacpp takes a folder or a file that ends in \.gguf: a \.onnx file is"):
+        export(plain, "llamacpp", tmp_path / "m.onnx")
     with pytest.raises(OptionError, match="onnx takes a file that ends in .onnx: a .gguf file is for --target llamac"):
         export(plain, "onnx", tmp_path / "m.gguf")
     with pytest.raises(OptionError, match="torch takes a file that ends in .pt2, and .*folder is none"):

@@ -236,6 +236,13 @@ def test_quarter_turn_of_code_without_rotation() -> None:
     assert transformers_attention.quarter_turn(modeling_bert, torch.zeros(1, 4)) is None
 
 
+@pytest.mark.parametrize(("kind", "can"), [("llama", False), ("gpt_neox", True), ("glm", True), ("bert", False)])
+def test_turns_part(kind: str, can: bool) -> None:
+    code = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    assert transformers_attention.turns_part(code, 16, 8) == can
+    assert transformers_attention.turns_part(code, 16, 16) == (kind != "bert")
+
+
 def test_has_masked_keys() -> None:
     module: Any = torch.nn.Linear(2, 2)
     assert not transformers_attention.has_masked_keys(module, 1, 8)

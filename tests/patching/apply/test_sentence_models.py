@@ -129,6 +129,20 @@ def test_it_is_saved_whole_and_loads_with_its_swap(scheme: str, route: str, tmp_
     assert "README.md" in hf_posswap.push(loaded, "me/encoder", dry_run=True).files
 
 
+def test_a_length_beyond_that_of_the_config_is_saved(tmp_path: Path) -> None:
+    """Of dynamic scaling a config keeps the original length, at which sentence-transformers would cut texts."""
+    from sentence_transformers import SentenceTransformer
+
+    size = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
+    config = transformers.Qwen2Config(**size, num_hidden_layers=1, vocab_size=30522, max_position_embeddings=512)
+    transformers.Qwen2Model(config).save_pretrained(tmp_path / "base")
+    sentences().tokenizer.save_pretrained(tmp_path / "base")
+    model = patch_model(SentenceTransformer(str(tmp_path / "base"), device="cpu"), "dynamic", factor=4.0)
+    loaded = SentenceTransformer(str(hf_posswap.save(model, tmp_path / "saved")), device="cpu")
+    assert loaded.max_seq_length == model.max_seq_length > loaded[0].auto_model.config.max_position_embeddings
+    assert gap(vectors(loaded), vectors(model)) < NOISE
+
+
 def test_its_own_tokenizer_is_saved_and_no_other(tmp_path: Path) -> None:
     model = patch_model(sentences(), "rope", max_length=1024)
     hf_posswap.save(model, tmp_path / "own", tokenizer=model.tokenizer)
