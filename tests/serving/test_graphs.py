@@ -359,7 +359,9 @@ def test_what_reads_no_text_is_refused() -> None:
 )
 def test_a_head_that_does_not_run_with_a_batch_of_texts_is_refused(name: str, problem: str) -> None:
     model = tiny_model(name, meta=False, pad_token_id=None if "Llama" in name else 1)
-    with pytest.raises(UnsupportedSwapError, match=f"{name} does not run with that: .*{problem}.* Set what it lacks"):
+    with pytest.raises(
+        UnsupportedSwapError, match=f"{name} does not run with that: .*{problem}.* Set the missing value"
+    ):
         signature_of(model.eval())
 
 

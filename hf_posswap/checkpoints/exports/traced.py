@@ -138,7 +138,7 @@ def signature_of(model: PreTrainedModel) -> Signature:
     except Exception as error:  # any model's code: of some, each head has its own demands
         raise UnsupportedSwapError(
             f"a graph takes a batch of {', '.join(names)}, and {named} does not run with that: "
-            f"{said_by(error).rstrip('.')}. Set what it lacks in config.json, or export its base model (AutoModel)."
+            f"{said_by(error).rstrip('.')}. Set the missing value in config.json, or export its base model (AutoModel)."
         ) from error
     outputs = tuple(name for name in OUTPUTS if isinstance(given.get(name), Tensor))
     if not outputs or "logits" in given and given["logits"].dim() not in (2, 3):
