@@ -17,6 +17,8 @@ from hf_posswap.patching.inspect.describe import describe_positions, on_meta
 from hf_posswap.patching.record.refusals import stock_name
 from hf_posswap.patching.record.remote_code import ENTRY, package_version
 from hf_posswap.patching.record.training import training_of
+from hf_posswap.utils.atomic_io import object_or_empty
+from hf_posswap.utils.sentence_models import ANY_KIND
 from hf_posswap.utils.untrusted import card_data, kept_header, read_bounded
 
 if TYPE_CHECKING:
@@ -239,14 +241,22 @@ def _loading(plan: SwapPlan | None, repo_id: str, architecture: str, folder: Pat
     plugin = f'import hf_posswap  # pip install hf-posswap\n\nmodel = hf_posswap.load("{repo_id}")'
     auto = auto_class_name(stock_name(architecture))
     remote = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{repo_id}", trust_remote_code=True)'
-    if plan is None or plan.route == "native":
-        return f"With transformers alone:\n\n{_python(native)}\n\nor with hf_posswap, strictly:\n\n{_python(plugin)}"
+    is_native, whole = plan is None or plan.route == "native", ""
+    loader = object_or_empty(folder / "config_sentence_transformers.json").get("model_type")
+    if loader in ANY_KIND:
+        imports = ("" if is_native else "import hf_posswap\n") + f"from sentence_transformers import {loader}"
+        code = f'{imports}\n\nmodel = {loader}("{repo_id}")'
+        whole = f"With sentence-transformers:\n\n{_python(code)}\n\nThe transformers model inside it, by itself:\n\n"
+    if plan is None or is_native:
+        strictly = f"or with hf_posswap, strictly:\n\n{_python(plugin)}"
+        return f"{whole}With transformers alone:\n\n{_python(native)}\n\n{strictly}"
     own = "".join(
         f" Import the module `{module}` first: it registers the scheme {name}, which is not part of hf_posswap."
         for name, module in (plan.record.imports or {}).items()
     )
     text = (
-        f"With hf_posswap:\n\n{_python(plugin)}\n\nAfter `import hf_posswap` the Auto classes of transformers load it "
+        f"{whole}With hf_posswap:\n\n{_python(plugin)}\n\nAfter `import hf_posswap` the Auto classes of transformers "
+        "load it "
     )
     if (folder / f"{ENTRY}.py").is_file():
         return (

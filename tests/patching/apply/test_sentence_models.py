@@ -122,6 +122,10 @@ def test_it_is_saved_whole_and_loads_with_its_swap(scheme: str, route: str, tmp_
     if route == "plugin":  # of a native one stock transformers knows nothing, and needs to know nothing
         assert swap_plan(loaded).named == swap_plan(model).named
     assert swap_plan(hf_posswap.load(folder)).named == swap_plan(model).named
+    told = (folder / "README.md").read_text()  # the first code is of the whole, pooling and all
+    scope: dict[str, Any] = {}
+    exec(told.partition("```python\n")[2].partition("```")[0].replace("path/to/this/folder", str(folder)), scope)
+    assert gap(vectors(scope["model"]), expected) < NOISE
     with pytest.raises(CheckpointError, match="is not empty"):
         hf_posswap.save(model, folder)
     hf_posswap.save(unpatch_model(model), folder, overwrite=True)
