@@ -1,1 +1,1 @@
-"""Swaps in trainers that are driven by a file."""
+"""Swaps in other programs: axolotl and vLLM."""

@@ -1,4 +1,4 @@
-"""Text and tokens; in the packages below, data, recipes and the engine that trains by them."""
+"""Recipes: settings, data, engine and dry runs; fits and searches for a start; swaps in other trainers."""
 
 from hf_posswap.utils.public_names import attach_public_names
 
