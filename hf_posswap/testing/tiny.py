@@ -63,7 +63,7 @@ SMALL: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_num_heads": 8, "rotary_dim": 4,
     **dict.fromkeys(
         ("src_vocab_size", "tgt_vocab_size", "shape_vocab_size", "pronunciation_vocab_size", "entity_vocab_size",
-         "encoder_hash_byte_group_vocab", "vocab_size_per_layer_input"), TINY_VOCABULARY,
+         "encoder_hash_byte_group_vocab", "vocab_size_per_layer_input", "unpadded_vocab_size"), TINY_VOCABULARY,
     ),
     "hidden_size_per_layer_input": 8, "downsample_hidden_size": 16, "ext_pw_out_channel": 32, "nemo_conv_channels": 32,
     "max_encoder_position_embeddings": TINY_LENGTH, "max_decoder_position_embeddings": TINY_LENGTH,

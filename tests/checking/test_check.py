@@ -600,7 +600,7 @@ def test_every_language_model_of_transformers_is_clean(on_disk: bool, tmp_path: 
             given = model
             if on_disk and name not in UNLOADABLE:
                 given = saved(model, tmp_path / name)
-        except (ImportError, RuntimeError):  # it needs a package that is not here; Inkling 2's tiny one cannot be saved
+        except ImportError:  # it needs a package that is not here
             continue
         report = check(given)
         if not report.clean:
