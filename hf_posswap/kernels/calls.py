@@ -45,7 +45,7 @@ class Call:
         chunks: number of equal ranges of queries and keys; each range of queries attends to its own range of keys.
         flip: whether each range is reversed; without the first query and the last key, "causal" then means that only
             keys at a later index than the query are visible.
-        heads: range of heads, multiples of H/G; None: all.
+        heads: range of heads, multiples of H/G or within those that share a key; None: all.
         bias: [1, h, 1 or q, k], without gradient, the same in every chunk, in the order of the keys in the call, or
             None.
         rows: range of rows of the batch; None: all.
@@ -96,7 +96,7 @@ class Call:
 
     def _of_heads(self, x: Tensor, share: int) -> Tensor:
         x = x if self.rows is None else x[self.rows[0] : self.rows[1]]
-        return x if self.heads is None else x[:, self.heads[0] // share : self.heads[1] // share]
+        return x if self.heads is None else x[:, self.heads[0] // share : -(-self.heads[1] // share)]
 
     def _chunked(self, x: Tensor, span: tuple[int, int]) -> Tensor:
         x = x[:, :, span[0] : span[1]]

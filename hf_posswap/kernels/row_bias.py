@@ -10,8 +10,10 @@ Press et al. 2021, https://arxiv.org/abs/2108.12409, section 3.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +26,10 @@ BLOCK = 1024
 """Queries that count j from the same start if no slope exceeds 1."""
 SMALLEST = 64
 """Minimum number of such queries: with a slope above 16, even a neighbouring key has almost no weight."""
-NEGLIGIBLE = 17.0
-"""A sum of weights below exp(-17), 4e-8 of the largest, is lost in float32."""
+EVERY_KEY = 2**62
+"""Number of keys of a head whose scores, or slope, bound nothing."""
+Windows = tuple[tuple[int, int, int], ...]
+"""Runs of heads: the first, the one after the last, and the number of keys that they need before a block of queries."""
 
 
 def attend_linear(
@@ -46,93 +50,125 @@ def attend_linear(
         value: [B, G, K, D].
         slopes: [H], >= 0, without gradient.
         scaling: multiplies the scores.
-        windowed: whether each head skips keys whose weight is negligible in float32 at their distance for any score,
-            given the largest norms of these queries and keys.
+        windowed: whether each head skips the keys that `windows_of` leaves out.
         segments: the visible keys, none ahead of its query; None: causal, with as many keys as queries.
     """
-    share = query.shape[1] // key.shape[1]
-    slopes = slopes.to(query.device, bias_dtype(query.dtype))
-    reach = _windows(query, key, slopes, scaling, share) if windowed else None
     seen = segments or whole(query.shape[0], query.shape[2], key.shape[2], causal=True)
-    return attend([(query, key)], value, linear_calls(slopes, seen, share, reach), scaling=scaling)
+    windows = windows_of(query, key, slopes, seen, scaling) if windowed else None
+    slopes = slopes.to(query.device, bias_dtype(query.dtype))
+    return attend([(query, key)], value, linear_calls(slopes, seen, windows), scaling=scaling)
 
 
-def linear_calls(
-    slopes: Tensor, segments: Sequence[Segment], share: int = 1, reach: Sequence[int] | None = None
-) -> tuple[Call, ...]:
+def linear_calls(slopes: Tensor, segments: Sequence[Segment], windows: Windows | None = None) -> tuple[Call, ...]:
     """Return the calls: in each segment, every block of queries attends to itself and to the keys before it.
 
     Args:
         slopes: [H], in the dtype of a bias.
         segments: the visible keys.
-        share: H/G.
-        reach: for each group, the number of keys before a block of queries that its heads need; None: all.
+        windows: the keys that heads need; None: all.
     """
-    steepest = float(slopes.detach().amax())  # a larger slope loses digits like a larger j
-    block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))))
 
     @functools.cache  # calls with the same bias object can be merged
-    def row(start: int, stop: int, backwards: bool) -> Tensor:
+    def row(heads: tuple[int, int], start: int, stop: int, backwards: bool) -> Tensor:
         # m j, [1, h, 1, stop - start]
-        bias = slopes[None, :, None, None] * torch.arange(start, stop, dtype=slopes.dtype, device=slopes.device)
+        numbers = torch.arange(start, stop, dtype=slopes.dtype, device=slopes.device)
+        bias = slopes[None, slice(*heads), None, None] * numbers
         return bias[..., 1:].flip(-1) if backwards else bias  # for `Call.flip`: without the first key
 
     calls: list[Call] = []
-    for segment in segments:
-        first, last = segment.first, segment.last
-        step = block if first is None or last is None else max(1, min(block, last - first + 1))
-        for start in range(*segment.queries, step):
-            stop = min(start + step, segment.queries[1])
-            calls += _block(segment, start, stop, row, share, reach)
+    for first, stop, keys in windows or ((0, len(slopes), _longest(segments)),):
+        steepest = float(slopes[first:stop].detach().amax())  # a larger slope loses digits like a larger j
+        block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), max(1, keys))
+        heads = _Heads((first, stop), None if (first, stop) == (0, len(slopes)) else (first, stop), keys)
+        calls += (call for segment in segments for call in _blocks(segment, block, heads, row))
     return arranged(calls)
 
 
-def _block(
-    segment: Segment,
-    start: int,
-    stop: int,
-    row: Callable[[int, int, bool], Tensor],
-    share: int,
-    reach: Sequence[int] | None,
+class _Heads(NamedTuple):
+    """Consecutive heads that need equally many keys.
+
+    Attributes:
+        number: the first and the one after the last.
+        named: as `Call` has them.
+        keys: that they need before a block of queries.
+    """
+
+    number: tuple[int, int]
+    named: tuple[int, int] | None
+    keys: int
+
+
+def _blocks(
+    segment: Segment, block: int, heads: _Heads, row: Callable[[tuple[int, int], int, int, bool], Tensor]
 ) -> Iterator[Call]:
-    """Yield the calls of the queries `start` to `stop`; keys are counted from the last one the first query sees."""
-    into = start - segment.queries[0]
-    first = None if segment.first is None else segment.first + into
-    last = None if segment.last is None else segment.last + into
-    zero = segment.keys[1] if last is None else min(segment.keys[0] + last, segment.keys[1])
-    for tile in tiles((start, stop), segment.keys, first, last):
-        low, high = tile.keys
-        bias = row(low - zero, high - zero, tile.kind == "above")
-        if reach is None or tile.kind != "full" or high > zero:
-            yield Call.of(tile, 0, segment.rows, bias=bias)
-            continue
-        for group, after, keys in _equal([min(high - low, tokens - (zero - high)) for tokens in reach]):
-            if keys > 0:
-                heads, near = (group * share, after * share), high - keys
-                some = tile._replace(keys=(near, high))
-                yield Call.of(some, 0, segment.rows, heads=heads, bias=bias[:, heads[0] : heads[1], :, near - low :])
+    """Yield the calls of `heads`; the keys of a block are counted from the last one that its first query sees."""
+    first, last = segment.first, segment.last
+    step = block if first is None or last is None else max(1, min(block, last - first + 1))
+    for start in range(*segment.queries, step):
+        stop, into = min(start + step, segment.queries[1]), start - segment.queries[0]
+        after = None if first is None else first + into
+        upto = None if last is None else last + into
+        zero = segment.keys[1] if upto is None else min(segment.keys[0] + upto, segment.keys[1])
+        for tile in tiles((start, stop), segment.keys, after, upto):
+            low, high = tile.keys
+            if tile.kind == "full" and high <= zero:
+                low = max(low, zero - heads.keys)
+            if low < high:
+                bias = row(heads.number, low - zero, high - zero, tile.kind == "above")
+                yield Call.of(tile._replace(keys=(low, high)), 0, segment.rows, heads=heads.named, bias=bias)
 
 
-def _windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, share: int) -> list[int]:
-    """Return for each group the number of keys before a block of queries that its heads need.
+def windows_of(query: Tensor, key: Tensor, slopes: Tensor, segments: Sequence[Segment], scaling: float) -> Windows:
+    """Return runs of heads that need equally many keys, whatever the scores, rounded up to few sizes.
 
-    A key at distance d weighs at most exp(2 R - m d) of the query's own, R the largest |score|; all from d on weigh
-    that over 1 - exp(-m).
+    A run of several groups has whole ones, and another run stays within its group.
+
+    Args:
+        query: [B, H, Q, D].
+        key: [B, G, K, D].
+        slopes: [H], >= 0.
+        segments: the visible keys.
+        scaling: multiplies the scores.
+    """
+    share, longest = query.shape[1] // key.shape[1], _longest(segments)
+    sizes: list[int] = []
+    for tokens in _needed(query, key, slopes, scaling):
+        power = max(SMALLEST, 1 << (max(1, tokens) - 1).bit_length())
+        sizes.append(min(longest, min(BLOCK, power) if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK))
+    runs: list[tuple[int, int, int]] = []
+    for start in range(0, len(sizes), share):
+        first = start
+        for size, same in itertools.groupby(sizes[start : start + share]):
+            stop = first + len(tuple(same))
+            if runs and stop - first == share and runs[-1][2] == size and runs[-1][1] - runs[-1][0] >= share:
+                first = runs.pop()[0]
+            runs.append((first, stop, size))
+            first = stop
+    return tuple(runs)
+
+
+def skipped(windows: Windows, segments: Sequence[Segment]) -> float:
+    """Return the share of all heads' keys, at the end of the longest segment, that `windows` leave out."""
+    heads = sum(stop - first for first, stop, _ in windows)
+    return 1 - sum((stop - first) * keys for first, stop, keys in windows) / (heads * max(1, _longest(segments)))
+
+
+def _needed(query: Tensor, key: Tensor, slopes: Tensor, scaling: float) -> list[int]:
+    """Return for each head the number of keys before a block of queries that it needs, whatever the scores.
+
+    A key at distance d from the nearest weighs at most exp(2 R - m d) of it, R the largest |score|, which the largest
+    norms bound; all from d on weigh that over 1 - exp(-m). What is left out weighs less than half of the last digit of
+    float32, or of float64 for such queries.
     """
     with torch.no_grad():
-        largest = abs(scaling) * query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax()
-        exact = slopes.double()
-        needed = (2 * largest + NEGLIGIBLE - torch.log(-torch.expm1(-exact))) / exact  # [H]
-        by_group = needed.unflatten(0, (-1, share)).amax(dim=1).tolist()  # [G]
-    return [math.ceil(tokens) if math.isfinite(tokens) else 2**62 for tokens in by_group]
+        wide = bias_dtype(query.dtype)
+        norms = [torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax(dim=(0, 2)).double() for x in (query, key)]
+        most = abs(scaling) * 1.001 * norms[0].unflatten(0, (len(norms[1]), -1)) * norms[1][:, None]  # [G, H/G]
+        exact = slopes.to(query.device).double()
+        negligible = -math.log(torch.finfo(wide).eps / 2)
+        needed = (2 * most.flatten() + negligible - torch.log(-torch.expm1(-exact))) / exact  # [H]
+    return [math.ceil(tokens) if math.isfinite(tokens) else EVERY_KEY for tokens in needed.tolist()]
 
 
-def _equal(keys: list[int]) -> list[tuple[int, int, int]]:
-    """Return runs of groups with equal numbers of keys: first, stop, number."""
-    runs: list[tuple[int, int, int]] = []
-    for group, number in enumerate(keys):
-        if runs and runs[-1][2] == number:
-            runs[-1] = (runs[-1][0], group + 1, number)
-        else:
-            runs.append((group, group + 1, number))
-    return runs
+def _longest(segments: Sequence[Segment]) -> int:
+    return max((segment.keys[1] - segment.keys[0] for segment in segments), default=0)

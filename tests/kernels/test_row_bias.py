@@ -40,13 +40,17 @@ def tensors(heads: int, groups: int, length: int, width: int = 8) -> list[Tensor
 @given(
     length=st.integers(1, 40),
     block=st.integers(1, 16),
-    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (6, 2)]),
     windowed=st.booleans(),
+    steeper=st.sampled_from([1, 16, 64]),
 )
-def test_it_equals_the_penalty_written_out(length: int, block: int, heads: tuple[int, int], windowed: bool) -> None:
+def test_it_equals_the_penalty_written_out(
+    length: int, block: int, heads: tuple[int, int], windowed: bool, steeper: int
+) -> None:
     query, key, value, slope = tensors(*heads, length)
+    slope *= steeper  # 16 and more: windows of a few keys, which differ by head
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    with patch.object(row_bias, "BLOCK", block):
+    with patch.object(row_bias, "BLOCK", block), patch.object(row_bias, "SMALLEST", min(4, block)):
         found = attend_linear(query, key, value, slope, scaling=0.3, windowed=windowed)
     expected = dense(query, key, value, slope, 0.3)
     torch.testing.assert_close(found, expected, atol=EXACT, rtol=0)
@@ -57,14 +61,45 @@ def test_it_equals_the_penalty_written_out(length: int, block: int, heads: tuple
         torch.testing.assert_close(one, other, atol=EXACT, rtol=0)
 
 
-def test_a_window_leaves_out_keys_and_nothing_that_is_seen_in_float32() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_window_leaves_out_keys_and_no_digit(dtype: torch.dtype) -> None:
     query, key, value, slope = tensors(8, 4, 600)
-    exact = dense(query, key, value, slope, 0.1)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    exact = dense(query.double(), key.double(), value.double(), slope, 0.1)
+    seen = whole(2, 600, 600, causal=True)
     with patch.object(row_bias, "BLOCK", 64):
-        reach = row_bias._windows(query, key, slope, 0.1, 2)
+        windows = row_bias.windows_of(query, key, slope, seen, 0.1)
         found = attend_linear(query, key, value, slope, scaling=0.1, windowed=True)
-    assert reach[0] < 150 < 600 < reach[-1], "steep heads see less, flat ones all"
-    assert 0 < (found - exact).abs().max() < 3e-7, "left out, and not missed"
+    heads = [keys for first, stop, keys in windows for _ in range(first, stop)]
+    assert heads[0] <= 256 < 600 == heads[-1], "steep heads see less, flat ones all"
+    assert heads == sorted(heads)
+    assert 0 < row_bias.skipped(windows, seen) == 1 - sum(heads) / (8 * 600)
+    bound = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    assert (found.double() - exact).abs().max() < bound
+
+
+@pytest.mark.parametrize("scaling", [0.5, 1.0, 2.0])
+def test_a_window_holds_for_the_worst_scores(scaling: float) -> None:
+    """One far key scores as high as the norms allow, and all others, each query's own too, as low."""
+    far, length, slope = 40, 400, torch.tensor([0.5], dtype=torch.float64)
+    query, key = (torch.zeros(1, 1, length, 4) for _ in range(2))
+    query[..., 0], key[..., 0] = 3.0, -3.0
+    key[0, 0, far, 0] = 3.0
+    value = torch.randn(1, 1, length, 4, generator=torch.Generator().manual_seed(0))
+    with patch.object(row_bias, "BLOCK", 16), patch.object(row_bias, "SMALLEST", 16):
+        ((_, _, keys),) = row_bias.windows_of(query, key, slope, whole(1, length, length, causal=True), scaling)
+        found = attend_linear(query, key, value, slope, scaling=scaling, windowed=True)
+    assert keys < length
+    exact = dense(query.double(), key.double(), value.double(), slope, scaling)
+    torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("lost", [torch.inf, torch.nan])
+def test_scores_that_nothing_bounds_leave_out_no_key(lost: float) -> None:
+    query, key, _, slope = tensors(4, 2, 100)
+    key[1, 1, 7, 3] = lost
+    windows = row_bias.windows_of(query, key, 64 * slope, whole(2, 100, 100, causal=True), 0.3)
+    assert [keys for _, stop, keys in windows if stop > 2] == [100]
 
 
 @pytest.mark.parametrize("windowed", [False, True])

@@ -48,7 +48,7 @@ from hf_posswap.kernels.flex import (
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.merge import mergeable, region_calls
 from hf_posswap.kernels.piecewise_bias import PiecewiseBlocks, attend_piecewise, piecewise_blocks
-from hf_posswap.kernels.row_bias import attend_linear, linear_calls
+from hf_posswap.kernels.row_bias import Windows, linear_calls, skipped, windows_of
 from hf_posswap.kernels.segments import Segment, placed, segments_of, together, whole
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span
 from hf_posswap.patching.sites.attention.split_attention import attend_split
@@ -78,6 +78,10 @@ SITUATIONS = "padded, packed or upon a cache too, unless masks have gaps or posi
 """Where the first way of a scheme applies, in the words of a plan."""
 MIN_QK_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
+MIN_WINDOWED_KEYS = 2048
+"""Keys from which "auto" asks whether steep heads can leave out far ones."""
+LEAST_SKIPPED = 1 / 3
+"""Share of all heads' keys from which "auto" leaves them out: it takes more calls."""
 MIN_FLEX_QK_PAIRS = 2**22
 """Pairs (2048 x 2048) from which "auto" takes flex on a GPU, which takes long to compile, and reads a mask there."""
 LEAST_SETTLED = 8
@@ -257,27 +261,23 @@ def lay_out(seen: tuple[Segment, ...], span: Span) -> Layout:
     return Layout(tuple(regular), tuple(piece for piece, rises in pieces_placed if not rises))
 
 
-def _row(request: Request, pieces: Pieces) -> Tensor:
-    division, dtype = _division(request, "row"), bias_dtype(request.query.dtype)
-
-    def make() -> Any:
-        slopes = request.mechanism.slopes
-        assert slopes is not None
-        return linear_calls(slopes.to(request.query.device, dtype), division.fast, request.share)
-
-    calls = request.shared(("row calls", id(division), dtype, request.share), make)
-    tensors = [(request.query, request.key)], request.value
-    return _add_biased(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
-
-
 def _row_windowed(request: Request, pieces: Pieces) -> Tensor:
     division, slopes = _division(request, "row_windowed"), request.mechanism.slopes
     assert slopes is not None
-    out = attend_linear(
-        request.query, request.key, request.value, slopes, scaling=request.scaling, windowed=True,
-        segments=division.fast,
-    )  # fmt: skip
-    return _add_biased(request, out, division.rest)
+    windows = windows_of(request.query, request.key, slopes, division.fast, request.scaling)
+    gains = request.mechanism.backend == "row_windowed" or skipped(windows, division.fast) >= LEAST_SKIPPED
+    return _row_within(request, division, windows if gains else None)
+
+
+def _row_within(request: Request, division: Division, windows: Windows | None) -> Tensor:
+    dtype, slopes = bias_dtype(request.query.dtype), request.mechanism.slopes
+    assert slopes is not None
+    calls = request.shared(
+        ("row calls", id(division), dtype, windows),
+        lambda: linear_calls(slopes.to(request.query.device, dtype), division.fast, windows),
+    )
+    tensors = [(request.query, request.key)], request.value
+    return _add_biased(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
 
 
 def _hankel(request: Request, pieces: Pieces) -> Tensor:
@@ -458,7 +458,7 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 WAYS: dict[str, Callable[[Request, Pieces], Tensor]] = {
-    "row": _row,
+    "row": lambda request, pieces: _row_within(request, _division(request, "row"), None),
     "row_windowed": _row_windowed,
     "hankel": _hankel,
     "flex": _flex,
@@ -473,7 +473,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
     Example:
         >>> from hf_posswap.schemes.alibi import AlibiMechanism
         >>> backends_of(AlibiMechanism([0.25, 0.0625], interpolation=1.0))
-        ('row', 'row_windowed', 'hankel', 'flex', 'chunked', 'plain')
+        ('row_windowed', 'row', 'hankel', 'flex', 'chunked', 'plain')
     """
     if mechanism.splits:
         if mechanism.splits_queries:
@@ -482,7 +482,7 @@ def backends_of(mechanism: Mechanism) -> tuple[str, ...]:
         return ("merge", "flex", "plain") if known else ("plain",)
     if not mechanism.biases:
         return ()
-    rows = ("row", "row_windowed") if mechanism.learns_slopes or mechanism.slopes is not None else ()
+    rows = ("row_windowed", "row") if mechanism.learns_slopes or mechanism.slopes is not None else ()
     return (*rows, *(("hankel", "flex") if mechanism.distance_only else ()), "chunked", "plain")
 
 
@@ -511,8 +511,10 @@ def _gains(name: str, request: Request, wanted: str) -> bool:
     """Return whether "auto" takes `name` at this size; a way that was asked for is taken at any."""
     if wanted != "auto" or name == "plain":
         return True
-    if name == "row_windowed" or request.pairs < MIN_QK_PAIRS:
+    if request.pairs < MIN_QK_PAIRS:
         return False
+    if name == "row_windowed":
+        return request.key.shape[2] >= MIN_WINDOWED_KEYS and not is_fake(request.query)
     if name == "flex":  # regions are compiled for those who ask: merged calls need no compiling
         is_wanted = not request.mechanism.splits and device_type(request.query) == "cuda"
         return is_wanted and request.pairs >= MIN_FLEX_QK_PAIRS
