@@ -78,7 +78,7 @@ SITUATIONS = "padded, packed or upon a cache too, unless masks have gaps or posi
 """Where the first way of a scheme applies, in the words of a plan."""
 MIN_QK_PAIRS = 2**18
 """Pairs of a query and a key in a row of the batch (512 x 512) from which "auto" leaves the plain way."""
-MIN_WINDOWED_KEYS = 2048
+MIN_WINDOWED_KEYS = 1024
 """Keys from which "auto" asks whether steep heads can leave out far ones."""
 LEAST_SKIPPED = 1 / 3
 """Share of all heads' keys from which "auto" leaves them out: it takes more calls."""
