@@ -148,11 +148,11 @@ def test_tasks_are_the_models_answers(tmp_path: Path) -> None:
     only = ("--only", "base", "--only", "self_extend", "--lengths", "1024", "--samples", "2", "--reach", "4096")
     result, out = run(tmp_path, "tasks", *only)
     assert result.exit_code == 0, result.output
-    units = json.loads((out / "tasks.json").read_text())["units"]
+    units = json.loads((out / "tasks-4k.json").read_text())["units"]
     assert len(units) == 2 * (1 + len(real_model.TASKS))
     assert {len(unit["scores"]) for unit in units if unit["task"] != "continuation"} == {2}
     assert len(next(unit for unit in units if unit["task"] == "continuation")["scores"]) == 9 * 8
-    assert "| self_extend | " in (out / "tasks.md").read_text()
+    assert "| self_extend | " in (out / "tasks-4k.md").read_text()
     result, _ = run(tmp_path, "tasks", *only, "--task", "niah")
     assert result.exit_code != 0
     assert "--task niah: there are continuation, niah_single," in result.output
@@ -164,14 +164,14 @@ def test_a_task_that_the_base_cannot_answer_is_asked_at_the_shortest_length_alon
     asked = ("--task", "niah_single", "--lengths", "1500", "--lengths", "512", "--samples", "1", "--reach", "4096")
     result, out = run(tmp_path, "tasks", "--only", "base", "--only", "self_extend", *asked)
     assert result.exit_code == 0, result.output
-    results = json.loads((out / "tasks.json").read_text())
+    results = json.loads((out / "tasks-4k.json").read_text())
     assert [(unit["reader"], unit["length"]) for unit in results["units"]] == [("base", 512), ("self_extend", 512)]
     results["units"][0]["scores"] = [1.0]  # a base that finds it
-    (out / "tasks.json").write_text(json.dumps(results))
+    (out / "tasks-4k.json").write_text(json.dumps(results))
     result, _ = run(tmp_path, "tasks", "--only", "base", *asked)
     assert result.exit_code == 0, result.output
-    assert {unit["length"] for unit in json.loads((out / "tasks.json").read_text())["units"]} == {512, 1500}
-    (out / "tasks.json").write_text(json.dumps(results | {"prompts": "of an older version"}))
+    assert {unit["length"] for unit in json.loads((out / "tasks-4k.json").read_text())["units"]} == {512, 1500}
+    (out / "tasks-4k.json").write_text(json.dumps(results | {"prompts": "of an older version"}))
     result, _ = run(tmp_path, "tasks", "--only", "base", *asked)
     assert result.exit_code != 0
     assert "has results of prompts of an older version" in result.output
@@ -231,7 +231,7 @@ def test_what_other_mechanisms_keep_is_measured_by_tokens(tmp_path: Path) -> Non
     assert trained < untrained
 
 
-@pytest.mark.parametrize("name", ["beyond-16k", "beyond-32k", "tasks", "within"])
+@pytest.mark.parametrize("name", ["beyond-16k", "beyond-32k", "tasks-16k", "within"])
 def test_published_tables_are_those_of_the_published_units(name: str) -> None:
     result = json.loads((RESULTS / f"{name}.json").read_text())
     assert (RESULTS / f"{name}.md").read_text() == markdown(result)
