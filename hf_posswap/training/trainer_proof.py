@@ -24,8 +24,7 @@ from hf_posswap.compat.torch_modules import kind_of_wrapper
 from hf_posswap.errors import CheckpointError, PositionRangeError, SwapVerificationError
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.apply.patch_model import unpatch_model
-from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.patching.plan.preconditions import with_native
+from hf_posswap.patching.plan.plan_swap import unwrap, with_native
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.record import SwapRecord

@@ -453,7 +453,9 @@ def tasks(
     chosen = _known_tasks(task) or None
     head = setting.head("tasks", context) | {"reach": reach, "samples": samples, "tokens": tokens}
     head["prompts"] = prompts_digest(setting)
-    results = Results(out / f"tasks-{reach // 1024}k.json", head, ("model", "dtype", "reach", "samples", "tokens", "prompts"))
+    results = Results(
+        out / f"tasks-{reach // 1024}k.json", head, ("model", "dtype", "reach", "samples", "tokens", "prompts")
+    )
     for reader in readers:
         with _reading(setting, reader, reach, tokens) as model:
             named = {"reader": reader.name}

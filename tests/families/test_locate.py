@@ -12,8 +12,7 @@ from transformers import SpeechEncoderDecoderConfig, VisionEncoderDecoderConfig,
 from hf_posswap import patch_model, unpatch_model
 from hf_posswap.errors import DuplicateNameError, UnsupportedModelError
 from hf_posswap.families import FAMILIES, Family, TableSpec, locate, register
-from hf_posswap.families.locating import family_of
-from hf_posswap.families.measuring import rotary_layout
+from hf_posswap.families.locating import family_of, rotary_layout
 from tests.contract.models import LENGTH, TINY, build
 from tests.docs.pages import text_of
 from tests.toys.registration import TOY_MODEL, registered

@@ -33,8 +33,13 @@ from hf_posswap.patching.edits.edit import RelativeChoice, Saved, SiteChoice
 from hf_posswap.patching.edits.removed_table import NoPositions
 from hf_posswap.patching.edits.restore import bring_into_memory, offloaded_tables
 from hf_posswap.patching.plan.adaptation import as_trained
-from hf_posswap.patching.plan.plan_swap import SchemeChoice, plan_swap, unwrap
-from hf_posswap.patching.plan.preconditions import refuse_nested_swaps, refuse_wrapped_parts
+from hf_posswap.patching.plan.plan_swap import (
+    SchemeChoice,
+    plan_swap,
+    refuse_nested_swaps,
+    refuse_wrapped_parts,
+    unwrap,
+)
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.record.config_class import as_plugin_config
 from hf_posswap.patching.record.model_class import (

@@ -11,8 +11,7 @@ from hf_posswap.errors import AlreadyPatchedError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Stack, TokenTable
 from hf_posswap.patching.apply.guard import alone
-from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.patching.plan.preconditions import refuse_wrapped_parts
+from hf_posswap.patching.plan.plan_swap import refuse_wrapped_parts, unwrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from hf_posswap.families.sites import Stack
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.edits.restore import device_of, stored
-from hf_posswap.patching.plan.preconditions import all_in
+from hf_posswap.patching.plan.plan_swap import all_in
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.patching.sites.attention.edits import AddMechanism
 from hf_posswap.patching.sites.attention.native import CopyRows, RemoveRows, native_scheme

@@ -13,7 +13,7 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.compat.torch_tensors import holds_values
 from hf_posswap.compat.transformers_attention import rope_function
 from hf_posswap.errors import PosswapError
-from hf_posswap.families.measuring import rounds
+from hf_posswap.families.locating import rounds
 from hf_posswap.families.rope_config import (
     BY_TYPE,
     FOLLOW_LENGTH,
