@@ -71,7 +71,8 @@ def read_chart(source: str | Path, **hub: object) -> Chart:
     names = ("config.json", "adapter_config.json", "posswap.json", "tokenizer_config.json")
     config, adapter, sidecar, tokenizer = (read_json_of(source, name, **hub) for name in names)
     if config is None and adapter is None:
-        raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json.")
+        sought = "" if Path(source).exists() else " (there is no such folder here, and the Hub gave none)"
+        raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json{sought}.")
     shapes = None
     if config is not None:
         shapes = folder_shapes(Path(source)) if Path(source).is_dir() else _shapes_on_hub(str(source), hub)

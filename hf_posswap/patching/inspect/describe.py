@@ -366,8 +366,9 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
                 f"{str(source)!r} holds an adapter and no model. Merge it, and save the model to another folder: "
                 f"hf_posswap.save(hf_posswap.load({str(source)!r}).merge_and_unload(), FOLDER)."
             ) from error
+        sought = "" if Path(source).exists() else "there is no such folder here, and the Hub gave none. "
         raise CheckpointError(
-            f"{str(source)!r} holds no readable model config (config.json): {said_by(error)}"
+            f"{str(source)!r} holds no readable model config (config.json): {sought}{said_by(error)}"
         ) from error
 
 
