@@ -656,5 +656,6 @@ def _way(mechanism: Mechanism) -> str:
     if "flex" in names:
         rest = f"flex on a GPU, {of_flex} tokens and more; else {rest}"
     place = "sdpa" if names[0] == "merge" else "sdpa on a CPU"
-    first = f"{names[0]}: {BACKENDS[names[0]]} ({place}, {least} tokens and more, {SITUATIONS})"
+    windows = f", row_windowed from {MIN_WINDOWED_KEYS} keys if a third can be left out" if names[0] == "row" else ""
+    first = f"{names[0]}: {BACKENDS[names[0]]} ({place}, {least} tokens and more, {SITUATIONS}{windows})"
     return f"{first}; {'' if 'flex' in names else 'else '}{rest}; see set_backend"
