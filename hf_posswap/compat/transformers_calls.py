@@ -11,7 +11,8 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 from torch import Tensor, nn
 
@@ -74,19 +75,16 @@ def cache_classes() -> tuple[type, ...]:
     Touches the same as `is_cache`.
     """
     global _known_classes  # no functools.cache: each forward asks, and torch.compile looks through it
-    if not _known_classes:
-        _known_classes = _import_classes()
-    return _known_classes
-
-
-def _import_classes() -> tuple[type, ...]:
+    if _known_classes:
+        return _known_classes
     from transformers.cache_utils import Cache
 
-    try:
+    _known_classes = (Cache,)
+    with suppress(ImportError):  # a release that moved it has no paged cache that a scheme is known to work with
         from transformers.generation.continuous_batching.cache import PagedAttentionCache
-    except ImportError:  # a release that moved it has no paged cache that a scheme is known to work with
-        return (Cache,)
-    return Cache, PagedAttentionCache
+
+        _known_classes = Cache, PagedAttentionCache
+    return _known_classes
 
 
 def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[int | str, Any] | None:
@@ -216,6 +214,41 @@ def keys_of_call(cache: Cache, queries: int, layer: int) -> tuple[int, int]:
     """
     keys, first = cache.get_mask_sizes(queries, layer)
     return keys, first
+
+
+def tells_paged_positions() -> bool:
+    """Return whether continuous batching tells attention modules where the keys of each request end.
+
+    Touches `PagedAttentionCache.update(..., kwargs)`, since 5.19. Without it schemes that ask where cached keys stand
+    are refused there.
+    """
+    updates = [getattr(cls, "update", None) for cls in cache_classes()[1:]]
+    return any(update is not None and "kwargs" in inspect.signature(update).parameters for update in updates)
+
+
+class PagedArguments(TypedDict):
+    """What continuous batching passes to attention modules with the cache, of R requests.
+
+    Attributes:
+        cu_seq_lens_q: 0, and where the new tokens of each request end among those of all, [R + 1].
+        cu_seq_lens_k: the same of the keys, by type of layers.
+        read_index: which keys are read from the cache, by its allocators; none: it is given those of new tokens alone.
+    """
+
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: dict[str, Tensor]
+    read_index: list[Tensor]
+
+
+def paged_keys(cache: object, layer: int, arguments: PagedArguments) -> tuple[Tensor, int]:
+    """Return 0 and where the keys of each request end that a layer of a paged cache is about to give, and their number.
+
+    Touches `PagedAttentionCache.layer_to_allocator`, and the names and types in `PagedArguments`. Without it schemes
+    that ask where cached keys stand are refused in continuous batching.
+    """
+    allocator = vars(cache)["layer_to_allocator"][layer]
+    ends, read = arguments["cu_seq_lens_k"][allocator.layer_type], arguments["read_index"][allocator.index]
+    return ends, read.numel()
 
 
 def cache_layer_class(name: str, bases: tuple[type, ...], body: Mapping[str, object]) -> type:

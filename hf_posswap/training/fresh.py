@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,8 +36,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """
     from transformers import PreTrainedTokenizerFast
 
-    symbols = _symbols()
-    vocabulary = {symbols[byte]: byte for byte in range(256)}
+    # bytes that Latin-1 prints stand for themselves, the others for the characters from U+0100 on (Radford et al. 2019)
+    printed, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, count(256)
+    vocabulary = {chr(byte if byte in printed else next(others)): byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,16 +50,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _symbols() -> list[str]:
-    """Return the character that stands for each byte in byte-level vocabularies (Radford et al. 2019, GPT-2).
-
-    Bytes that Latin-1 prints stand for themselves, the others for the characters from U+0100 on, in order.
-    """
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
 
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

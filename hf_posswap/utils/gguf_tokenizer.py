@@ -230,7 +230,10 @@ def write_tokenizer(path: Path, folder: Path, fields: dict[str, object], config:
 def _byte_level(path: Path, fields: dict[str, object], chosen: PreTokenizer) -> PreTrainedTokenizerBase:
     """Return the byte-level byte-pair encoding of a file."""
     tokens, types = _list(fields, "tokens"), _list(fields, "token_type")
-    merges = [_pair(merge) for merge in _list(fields, "merges")]
+    merges: list[list[str]] = []
+    for merge in _list(fields, "merges"):
+        at = merge.find(" ", 1)  # the first half may begin with a space
+        merges.append([merge[:at], merge[at + 1 :]])
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or not tokens:
         raise CheckpointError(f"{path} has {len(tokens)} tokens, {len(vocabulary)} of them different: it is damaged.")
@@ -346,12 +349,6 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 
 def _list(fields: dict[str, Any], name: str) -> list[Any]:
     return list(fields.get(f"tokenizer.ggml.{name}") or ())
-
-
-def _pair(merge: str) -> list[str]:
-    """Return the two halves of a merge; the first may begin with a space."""
-    at = merge.find(" ", 1)
-    return [merge[:at], merge[at + 1 :]]
 
 
 def _around(first: str | None, last: str | None, tokens: list[str]) -> dict[str, object] | None:

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     Cache,
+    ContinuousBatchingConfig,
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -76,6 +81,34 @@ def test_is_paged_cache() -> None:
     paged = object.__new__(PagedAttentionCache)
     assert calls.is_paged_cache(paged)
     assert calls.is_cache(paged)
+
+
+def test_tells_paged_positions() -> None:
+    assert calls.tells_paged_positions() == (Version(transformers.__version__) >= Version("5.19"))
+
+
+@pytest.mark.skipif(not calls.tells_paged_positions(), reason="transformers hands it on from 5.19 on")
+def test_paged_keys() -> None:
+    """What continuous batching hands on, by its own classes: two requests, the second one's first two tokens cached."""
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa")
+    seen: list[tuple[list[int], int, list[int], int]] = []
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        cache = next(value for value in kwargs.values() if calls.is_paged_cache(value))
+        ends, read = calls.paged_keys(cache, module.layer_idx, kwargs)
+        seen.append((ends.tolist(), read, kwargs["cu_seq_lens_q"].tolist(), kwargs["position_ids"].shape[1]))
+
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.register_forward_pre_hook(look, with_kwargs=True)
+    settings = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    little = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    model.generate_batch([[1, 2, 3], [1, 2, 3, 4, 5]], settings, continuous_batching_config=little, warmup=False)
+    (ends, *first), (_, *last) = seen[0], seen[-1]
+    assert ends in ([0, 3, 8], [0, 5, 8])  # the second prompt may come first
+    assert first == [0, ends, 8], "texts alone: keys are those of the new tokens"
+    assert last == [10, [0, 1, 2], 2], "a step: each request's keys, and one query of each"
+    assert seen[-1][0] == [0, ends[1] + 1, 10]
 
 
 def test_cache_classes() -> None:

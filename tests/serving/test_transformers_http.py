@@ -10,6 +10,7 @@ import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def server(folder: Path, log: Path, *options: str) -> Iterator[str]:
         process.wait(timeout=60)
 
 
-def with_chat(folder: Path, scheme: str) -> Path:
+def with_chat(folder: Path, scheme: str, **options: Any) -> Path:
     """Return a swapped checkpoint whose chat template is the text itself."""
-    checkpoint(folder, scheme, max_length=512)
+    checkpoint(folder, scheme, max_length=512, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
@@ -75,7 +76,7 @@ def by_hand(folder: Path, text: str) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("self_extend", []), ("alibi", []), ("yarn", ["--continuous-batching"]), ("p_rope", ["--continuous-batching"])],
+    [("self_extend", []), ("alibi", ["--continuous-batching"]), ("yarn", ["--continuous-batching"])],
 )
 def test_it_answers_as_generate_does(scheme: str, options: list[str], tmp_path: Path) -> None:
     folder = with_chat(tmp_path / scheme, scheme)
@@ -88,10 +89,10 @@ def test_it_answers_as_generate_does(scheme: str, options: list[str], tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_continuous_batching_of_a_bias_is_refused_and_the_log_says_what_works(tmp_path: Path) -> None:
-    folder = with_chat(tmp_path / "alibi", "alibi")
+def test_continuous_batching_of_angles_that_follow_the_length_is_refused_and_the_log_says_why(tmp_path: Path) -> None:
+    folder = with_chat(tmp_path / "dynamic", "dynamic", site="attention")
     options = ("--trust-remote-code", "--continuous-batching", "--cb-num-blocks", "16", "--cb-block-size", "32")
     with server(folder, tmp_path / "log", *options) as address:
         with pytest.raises(urllib.error.HTTPError, match="500"):
             answer(address, folder, TEXT)
-    assert "which a paged cache does not provide. What works: generate;" in (tmp_path / "log").read_text()
+    assert "its angles follow the length of the text" in (tmp_path / "log").read_text()

@@ -1,37 +1,53 @@
-"""Continuous batching of a swapped model: supported if keys are cached in their final form, else refused up front.
+"""Continuous batching of a swapped model: supported where each request's positions can be known, else refused up front.
 
-transformers' paged cache stores the keys of many requests together and passes attention only the positions of new
-tokens; stock rotary modules whose angles follow the length use the longest request's for all. Its worker thread hides
-errors, so unsupported models are refused before it starts.
+transformers' paged cache gives attention the keys of many requests side by side. It says where those of each end, so
+that biases and several rotations know where its keys stand; angles that follow the length of a text are those of the
+longest request for all. Its worker thread hides errors, so unsupported models are refused before it starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hf_posswap.compat.transformers_calls import tells_paged_positions
 from hf_posswap.patching.edits.edit import Refusal
 from hf_posswap.schemes.mechanism import Mechanism
 
 if TYPE_CHECKING:
     from torch import nn
 
-KEYS_UNKNOWN = "its scheme needs the positions of cached keys, which a paged cache does not provide"
+KEYS_UNKNOWN = (
+    "its scheme needs the positions of cached keys, which the paged cache of this release of transformers, or of this "
+    "attention implementation, does not provide"
+)
 ONE_LENGTH = "its angles follow the length of the text, and all requests of a batch would use those of the longest one"
 START = "init_continuous_batching"
 """The method of a model that every entry point of continuous batching calls."""
 REFUSED = (
     "{model} was asked for continuous batching (generate_batch), and {why}. What works: generate; or a scheme that "
-    "rotates keys by fixed angles before they are cached (rope, linear, yarn, llama3, xpos, nope)."
+    "rotates keys by fixed angles before they are cached (rope, linear, yarn, llama3, xpos, nope); from transformers "
+    "5.19 on, with sdpa, also biases and several rotations by fixed angles (alibi, t5, self_extend)."
 )
 
 
-def needs_key_positions(mechanism: Mechanism) -> bool:
-    """Return whether attention with `mechanism` needs the positions of cached keys, not only those of new ones."""
-    mechanisms = (module for module in mechanism.modules() if isinstance(module, Mechanism))
-    return any(m.biases or m.splits or (m.rotates and not m.stores_rotated_keys) for m in mechanisms)
+def why_not_paged(mechanism: Mechanism, arguments: Mapping[str, object] | None = None) -> str | None:
+    """Return why attention with `mechanism` cannot have a cache that holds many requests side by side; None: it can.
+
+    Args:
+        mechanism: of a layer, or of all.
+        arguments: of a call of an attention module; None: there is none yet.
+    """
+    mechanisms = [module for module in mechanism.modules() if isinstance(module, Mechanism)]
+    if any(m.rotates and not m.stores_rotated_keys for m in mechanisms):
+        return ONE_LENGTH
+    if not any(m.biases or m.splits for m in mechanisms):
+        return None
+    unread = arguments is not None and arguments.get("block_table") is not None  # a kernel reads the keys
+    return KEYS_UNKNOWN if unread or not tells_paged_positions() else None
 
 
-def refuse_continuous_batching(model: nn.Module, why: str = KEYS_UNKNOWN) -> None:
+def refuse_continuous_batching(model: nn.Module, why: str) -> None:
     """Make `model` refuse continuous batching, for the reason `why`."""
     if hasattr(model, START):
         setattr(model, START, Refusal(type(model).__name__, why, REFUSED))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,10 @@ from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import CarriedModule, by_name, entry_signature, is_removed, owner_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.continuous_batching import (
-    KEYS_UNKNOWN,
     REFUSED,
     allow_continuous_batching,
-    needs_key_positions,
     refuse_continuous_batching,
+    why_not_paged,
 )
 from hf_posswap.patching.edits.edit import PluginOnly, Saved, TouchesModule, TouchesNothing
 from hf_posswap.patching.edits.restore import bring_all, device_of, keep_hooks, remove_hooks
@@ -34,7 +33,14 @@ from hf_posswap.patching.sites.attention.forward_memo import (
     identity_of,
 )
 from hf_posswap.patching.sites.attention.function import ConfigView, register_attention
-from hf_posswap.patching.sites.attention.positions import SEE_EACH_OTHER, check_fits, counted, find_span, looks_packed
+from hf_posswap.patching.sites.attention.positions import (
+    SEE_EACH_OTHER,
+    check_fits,
+    counted,
+    find_span,
+    looks_packed,
+    paged_span,
+)
 from hf_posswap.schemes.base import Scheme
 from hf_posswap.schemes.common.table import places_of
 from hf_posswap.schemes.mechanism import Mechanism, building
@@ -43,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import Cache, PreTrainedModel
+
+    from hf_posswap.compat.transformers_calls import PagedArguments
 
 COORDINATES = "posswap_coordinates"
 """Keyword argument by which attention modules are given the coordinates of their tokens."""
@@ -113,13 +121,14 @@ class PositionHook:
             position_ids, first = self._unpassed_ids(module, memo), first if memo.given_by_caller else 0
         layer: Any = getattr(module, "layer_idx", None)  # where there is no cache, there may be none
         paged = cache is not None and is_paged_cache(cache)
-        if paged and needs_key_positions(mechanism):
-            # by another way than the model's own methods
-            raise UnsupportedSwapError(REFUSED.format(model=type(module).__name__, why=KEYS_UNKNOWN))
+        if paged and (why := why_not_paged(mechanism, kwargs)) is not None:  # by another way than the model's methods
+            raise UnsupportedSwapError(REFUSED.format(model=type(module).__name__, why=why))
         own_cache = None if cache is None or paged else self_attention_cache(cache)
         keys = "rotated" if paged and mechanism.rotates else keys_of(own_cache, layer, mechanism, hidden)
         keeps_keys = mechanism.biases or mechanism.splits or (mechanism.rotates and keys == "raw")
         span = find_span(hidden, position_ids, own_cache, layer, memo, first, keeps_keys=keeps_keys)
+        if paged and keeps_keys:
+            span = paged_span(span, cache, layer, cast("PagedArguments", kwargs), memo)
         standing = Standing(mechanism, span, keys, slot, cache, paged, inputs)
         if memo.in_forward and own_cache is not None and not torch.jit.is_tracing():
             known = growing_layers(own_cache, layer)
@@ -295,8 +304,8 @@ class AddMechanism(PluginOnly, TouchesModule):
         owner, leaf = owner_of(model, self.path)
         saved["added"] = True
         model.set_submodule(self.path, mechanism)
-        if needs_key_positions(mechanism):
-            refuse_continuous_batching(model)
+        if (why := why_not_paged(mechanism)) is not None:
+            refuse_continuous_batching(model, why)
         entry = model.get_submodule(self.entry)
         memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
         signature = entry_signature(entry)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
-from hf_posswap.compat.transformers_calls import keys_of_call, tokens_before
+from hf_posswap.compat.transformers_calls import PagedArguments, keys_of_call, paged_keys, tokens_before
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
 from hf_posswap.families.modules import by_name, entry_signature
@@ -30,8 +31,6 @@ from hf_posswap.patching.sites.attention.cached_keys import record, watch
 from hf_posswap.patching.sites.attention.forward_memo import ForwardMemo, Span, identity_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import Cache, PreTrainedModel
 
@@ -412,6 +411,26 @@ def find_span(
         return make(None)
     key = (*identity_of(position_ids), cache, length, hidden.device, past, key_length, key_offset, keeps_keys)
     return memo.shared(key, make) if memo.knows(cache, position_ids) else make(None)
+
+
+def paged_span(span: Span, cache: object, layer: int, arguments: PagedArguments, memo: ForwardMemo) -> Span:
+    """Return `span` with the keys that a cache of many requests gives, one request's behind the other's.
+
+    The last key of a request is that of its last query. Keys behind the last request pad, and no query sees them.
+
+    Args:
+        span: of the queries of all requests, [1, Q].
+        cache: of continuous batching.
+        layer: of the attention module.
+        arguments: of its call.
+        memo: shared by the layers.
+    """
+    given, read = paged_keys(cache, layer, arguments)
+    ends, query_ends = given[1:].long(), arguments["cu_seq_lens_q"][1:].long()
+    key = torch.arange(read or span.query.shape[1], device=ends.device)
+    request = torch.searchsorted(ends, key, right=True).clamp(max=len(ends) - 1)
+    at = (span.query[0, query_ends - 1] - ends + 1)[request] + key
+    return memo.shared((span.query, given, read), lambda shared: Span(span.query, len(key), False, at[None], shared))
 
 
 def _check_agrees(cache: Cache, queries_end: int, keys_end: int) -> None:

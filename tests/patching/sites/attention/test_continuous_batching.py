@@ -12,20 +12,27 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_posswap import load, patch_model, swap_plan, unpatch_model
+from hf_posswap.compat.transformers_calls import tells_paged_positions
 from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
+from hf_posswap.patching.edits import continuous_batching
+from hf_posswap.patching.edits.continuous_batching import why_not_paged
 from hf_posswap.patching.inspect.describe import stand_ins
 from hf_posswap.schemes import SCHEMES
+from hf_posswap.schemes.mechanism import Mechanism
 from tests.contract.models import build
 from tests.contract.pairs import words
 
 SETTINGS = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=1)
 PROMPTS = [words(1, length, seed=length)[0].tolist() for length in (4, 30, 6, 40)]
-REFUSED = (
-    *("alibi", "kerple", "t5", "fire", "blend", "self_extend", "rerope", "leaky_rerope", "dual_chunk", "dynamic"),
-    *("longrope", "string", "sum"),
-)
-"""Schemes that ask where cached keys stand, or whose angles follow the length."""
+REFUSED = {"dynamic", "longrope"}
+"""Schemes whose angles follow the length."""
+ASKING = {"alibi", "kerple", "t5", "fire", "blend", "self_extend", "rerope", "leaky_rerope", "dual_chunk", "sum"}
+"""Schemes that ask where cached keys stand, which a release before 5.19 does not tell."""
+if not tells_paged_positions():
+    REFUSED |= ASKING
+UNMADE = {"string"}
+"""Schemes whose stand-ins do not fit so short a model."""
 PICTURES = {"alibi_2d", "learned_2d", "rope_2d", "sinusoidal_2d"}
 TABLES = PICTURES | {"learned", "sinusoidal", "together"}
 
@@ -40,8 +47,11 @@ def is_refused(model: Any) -> bool:
     return "init_continuous_batching" in vars(model)
 
 
-@pytest.mark.parametrize("scheme", ["alibi", "self_extend", "fire", "t5", {0: "rope", 1: "alibi"}], ids=str)
-def test_what_asks_for_positions_of_cached_keys_is_refused_at_the_call(scheme: Any) -> None:
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend", {0: "rope", 1: "alibi"}], ids=str)
+def test_a_release_that_does_not_tell_where_keys_stand_is_refused_at_the_call(
+    scheme: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(continuous_batching, "tells_paged_positions", lambda: False)
     model = swapped(scheme)
     message = r"LlamaForCausalLM was asked for continuous batching \(generate_batch\).*What works: generate; or"
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -53,10 +63,19 @@ def test_what_asks_for_positions_of_cached_keys_is_refused_at_the_call(scheme: A
     assert not is_refused(model)
 
 
+@pytest.mark.skipif(not tells_paged_positions(), reason="all of them are refused")
+def test_keys_that_only_a_kernel_reads_are_refused() -> None:
+    pages, known = {"block_table": torch.zeros(1, 1)}, {"block_table": None}
+    for scheme in ("alibi", "self_extend", "rope"):
+        mechanism = next(module for module in swapped(scheme).modules() if isinstance(module, Mechanism))
+        assert why_not_paged(mechanism, known) is None
+        assert why_not_paged(mechanism, pages) == (None if scheme == "rope" else continuous_batching.KEYS_UNKNOWN)
+
+
 def test_every_scheme_is_served_or_refused() -> None:
-    assert set(served("llama", "attention")) == set(SCHEMES) - set(REFUSED) - TABLES
-    assert set(served("llama", "auto")) == set(SCHEMES) - set(REFUSED) - TABLES
-    assert set(served("gpt2", "auto")) == set(SCHEMES) - set(REFUSED) - PICTURES
+    assert set(served("llama", "attention")) == set(SCHEMES) - REFUSED - TABLES - UNMADE
+    assert set(served("llama", "auto")) == set(SCHEMES) - REFUSED - TABLES - UNMADE
+    assert set(served("gpt2", "auto")) == set(SCHEMES) - REFUSED - PICTURES - UNMADE - {"blend"}
 
 
 def served(name: str, site: Any) -> dict[str, Any]:
@@ -102,13 +121,21 @@ def says_what_generate_says(model: Any) -> bool:
     return [(request.error, request.generated_tokens) for request in found.values()] == [(None, e) for e in expected]
 
 
+@pytest.mark.skipif(not tells_paged_positions(), reason="transformers tells where cached keys stand from 5.19 on")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend", {0: "rope", 1: "alibi"}], ids=str)
+def test_positions_of_cached_keys_are_each_request_s(scheme: Any, name: str) -> None:
+    """A Mistral's paged cache holds as many keys as its window alone."""
+    assert says_what_generate_says(swapped(scheme, name))
+
+
 def test_a_scheme_for_causal_models_is_served() -> None:
     """transformers calls the model with is_causal=False there, and with a mask that is causal."""
     assert says_what_generate_says(swapped("xpos"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_what_is_served_says_what_generate_says(name: str) -> None:
     wrong = [scheme for scheme, model in served(name, "auto").items() if not says_what_generate_says(model)]
     assert not wrong
