@@ -24,7 +24,7 @@ from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_calls import cache_argument, cache_in
 from hf_posswap.compat.transformers_models import layer_configs
 from hf_posswap.errors import DataError, NumericError, PositionRangeError, UnsupportedModelError
-from hf_posswap.families.locating import family_of
+from hf_posswap.families.locating import causal_by_config, family_of
 from hf_posswap.families.rope_config import rope_settings
 from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -84,7 +84,8 @@ def reach_of(model: PreTrainedModel) -> Reach:
         plan = patch.plan
         limit = None if plan.unbounded else plan.max_length
         g = plan.sites.geometry
-        return Reach(limit, g.original_length, plan.cached_equals_full and g.causal, "the plan of its swap", g.causal)
+        causal = g.causal and causal_by_config(model.config.get_text_config()) is not False
+        return Reach(limit, g.original_length, plan.cached_equals_full and causal, "the plan of its swap", causal)
     try:
         report = describe_positions(model)
     except UnsupportedModelError:

@@ -419,7 +419,7 @@ def causal_of(
     model: PreTrainedModel, config: PreTrainedConfig, root: nn.Module, spec: StackSpec, attention: list[str]
 ) -> bool:
     """Return whether a query sees only its past."""
-    if not getattr(config, "is_causal", True):  # transformers then makes a mask that shows both sides
+    if causal_by_config(config) is False:  # transformers then makes a mask that shows both sides
         return False
     if spec.causal is not None:
         return spec.causal
@@ -429,6 +429,15 @@ def causal_of(
     if len(causal) > 1:
         raise UnsupportedModelError(f"{who(model)}: some attention layers are causal and some are not.")
     return causal.pop()
+
+
+def causal_by_config(config: PreTrainedConfig | None) -> bool | None:
+    """Return whether `config` lets a token see only its past; None: it does not say."""
+    gemmas = getattr(config, "use_bidirectional_attention", "unknown")  # "vision" is for tokens of images alone
+    causal = getattr(config, "is_causal", None)
+    if gemmas in (True, "all"):
+        return False
+    return True if causal is None and gemmas != "unknown" else causal
 
 
 def _extent(

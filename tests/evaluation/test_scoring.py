@@ -236,6 +236,10 @@ def test_a_table_that_ends_a_missing_head_and_a_bad_chunk_are_errors(gpt2: PreTr
     patch_model(bert, "rope")
     with pytest.raises(DataError, match="BertForMaskedLM is bidirectional"):
         Scorer(bert)
+    gemma = patch_model(tiny_model("Gemma3ForCausalLM", meta=False), "alibi")
+    gemma.config.use_bidirectional_attention = True  # after the swap, whose plan says that it is causal
+    with pytest.raises(DataError, match="Gemma3ForCausalLM is bidirectional"):
+        Scorer(gemma)
     patch_model(gpt2, "learned", max_length=80)
     with pytest.raises(PositionRangeError):
         token_nll(gpt2, torch.randint(0, 99, (1, 100)))

@@ -477,11 +477,6 @@ LLAMACPP = (
 """The first row that fits decides."""
 
 
-def _by_query(position_config: PositionConfig) -> bool:
-    """Return whether the angles follow each query's own position."""
-    return position_config.settings.get("follow") == "query"
-
-
 def _graph_rows(target: str) -> tuple[Claim, ...]:
     exact = (
         Claim(
@@ -509,7 +504,7 @@ def _graph_rows(target: str) -> tuple[Claim, ...]:
             "",
             GRAPH_ENGINES[target],
             "tested",
-            both(plugin, _by_query),
+            both(plugin, lambda position_config: position_config.settings.get("follow") == "query"),
             (),
         ),
         *exact,

@@ -13,6 +13,7 @@ from hf_posswap.compat.torch_modules import pre_hooks
 from hf_posswap.compat.transformers_calls import cache_view, find_cache, is_paged_cache, self_attention_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
+from hf_posswap.families.locating import causal_by_config
 from hf_posswap.families.modules import CarriedModule, by_name, entry_signature, is_removed, owner_of
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.continuous_batching import (
@@ -217,14 +218,15 @@ class StartHook:
         if not torch.compiler.is_compiling():
             bring_all(self.carried())
         given = by_name(self.signature, args, kwargs)
-        sides = given.get("is_causal", getattr(getattr(module, "config", None), "is_causal", None))
+        sides = given.get("is_causal", causal_by_config(getattr(module, "config", None)))
         # continuous batching says False where it brings a mask, which is causal
         if self.sides and sides not in self.sides and not any(map(is_paged_cache, given.values())):
             raise UnsupportedSwapError(
                 f"{type(module).__name__} was called with is_causal={sides}, of the call or of its config, and the "
                 f"scheme in it was made for is_causal={not sides}: its positions would be wrong. What works: leave "
-                f"is_causal as it was; or set config.is_causal = {sides} in the base model, and then call patch_model "
-                "with a scheme for what a token then sees."
+                "is_causal as it was, and use_bidirectional_attention where the config has it; or set "
+                f"config.is_causal = {sides} in the base model, and then call patch_model with a scheme for what a "
+                "token then sees."
             )
         position_ids, source = given.get("position_ids"), self.memos.traced.source
         takes, by_caller = "position_ids" in self.signature, position_ids is not None
@@ -311,7 +313,7 @@ class AddMechanism(PluginOnly, TouchesModule):
         signature = entry_signature(entry)
         goes_by_ids = "position_ids" in signature and not self.native_bias
         masks_by_index = None if self.geometry.causal and goes_by_ids else self.geometry.causal
-        at_swap = getattr(getattr(entry, "config", model.config), "is_causal", None)
+        at_swap = causal_by_config(getattr(entry, "config", model.config))
         sides = (None, at_swap, self.geometry.causal) if self._follows_causality(mechanism) else ()
         start = StartHook(owner, leaf, memos, signature, masks_by_index=masks_by_index, sides=sides)
         keep_hooks(saved, entry.register_forward_pre_hook(start, with_kwargs=True))
@@ -360,9 +362,10 @@ class AddMechanism(PluginOnly, TouchesModule):
         start = start_hook(model, self.entry)
         if start is None:
             return "the hook that separates forwards is missing"
-        sides = getattr(getattr(model.get_submodule(self.entry), "config", model.config), "is_causal", None)
+        sides = causal_by_config(getattr(model.get_submodule(self.entry), "config", model.config))
         changed = bool(start.sides) and sides not in start.sides
-        return f"config.is_causal was set to {sides} after the swap" if changed else None
+        sees = "only its past" if sides else "both sides"
+        return f"the config was changed after the swap so that a token sees {sees}" if changed else None
 
     def with_scheme(self, scheme: Scheme) -> Self:
         return replace(self, scheme=scheme)

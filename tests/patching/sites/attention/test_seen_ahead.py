@@ -6,6 +6,7 @@ what that says, as soon as a mask shows them.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3TextConfig, Gemma3TextModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posswap import load, patch_model, plan_swap, set_backend, verify_swap
+from hf_posswap import load, patch_model, plan_swap, set_backend, swap_plan, verify_swap
 from hf_posswap.errors import PosswapError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.locating import locate
 from hf_posswap.geometry import Geometry
@@ -225,10 +227,34 @@ def test_a_call_for_both_sides_is_refused_where_the_scheme_was_made_for_one(sche
         one.config.is_causal = False
         with pytest.raises(UnsupportedSwapError, match="LlamaModel was called with is_causal=False"):
             read(one)
-        with pytest.raises(PosswapError, match="config.is_causal was set to False after the swap"):
+        with pytest.raises(PosswapError, match="config was changed after the swap so that a token sees both sides"):
             verify_swap(one)
         del one.config.is_causal
         assert torch.equal(read(one), before)
+
+
+@pytest.mark.parametrize("built_for_both", [False, True])
+def test_what_gemma_3_sees_is_read_from_its_config_at_every_forward(built_for_both: bool) -> None:
+    shape = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
+    model = Gemma3TextModel(Gemma3TextConfig(**shape, **heads, initializer_range=0.5)).eval()
+    model.config.use_bidirectional_attention = built_for_both  # the model makes its masks by it
+    oracle = copy.deepcopy(model)
+    patch_model(model, "t5", init_std=1.0)
+    assert swap_plan(model).sites.geometry.causal is not built_for_both
+    distances = AT[None] - AT[:, None]
+    buckets = T5Attention._relative_position_bucket(distances, bidirectional=built_for_both)
+    bias = model.posswap.table.detach()[buckets].permute(2, 0, 1).expand(len(IDS), -1, -1, -1)
+    bias = bias if built_for_both else bias.masked_fill(~CAUSAL, -torch.inf)
+    at_zero = {"position_ids": torch.zeros_like(IDS)}  # nothing rotates
+    with torch.no_grad():
+        expected = oracle(IDS, attention_mask={"full_attention": bias}, **at_zero).last_hidden_state
+        assert gap(model(IDS).last_hidden_state, expected) < NOISE
+        model.config.use_bidirectional_attention = not built_for_both
+        with pytest.raises(UnsupportedSwapError, match=f"made for is_causal={not built_for_both}.*use_bidirectional"):
+            model(IDS)
+        with pytest.raises(PosswapError, match="config was changed after the swap so that a token sees"):
+            verify_swap(model)
 
 
 class Flagged(DistanceMechanism):
