@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,7 +234,11 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     scoring = Scorer(target, prefill=prefill) if reach.causal else None
     patch = getattr(target, "_posswap", None)
     identity = {
-        "versions": {"torch": torch.__version__, "transformers": transformers_version},
+        "versions": {
+            "hf_posswap": sys.modules[__name__.partition(".")[0]].__version__,
+            "torch": torch.__version__,
+            "transformers": transformers_version,
+        },
         "fingerprint": fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": attention_implementation(target.config),

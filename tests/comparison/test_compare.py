@@ -223,6 +223,19 @@ def test_what_was_read_before_a_stop_is_read_again_for_the_same_numbers(tmp_path
     assert len(reads) < count
 
 
+def test_what_another_version_of_the_package_measured_is_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reads = watched_llama()
+    how: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "pictures": False, "metrics": "ppl_prefix"}
+    counts = []
+    for version in ("1.0.0", "1.0.0", "1.0.1"):
+        monkeypatch.setattr(hf_posswap, "__version__", version)
+        compare([model], lengths=[128], out=tmp_path, **how)
+        counts.append(reads.count(127))
+    assert counts[1] == counts[0] < counts[2]
+
+
 @pytest.mark.parametrize(("old", "new"), [(None, 16), (16, None), (16, 24)])
 def test_models_that_are_read_in_other_chunks_are_compared(old: int | None, new: int | None) -> None:
     model, _ = watched_llama()
