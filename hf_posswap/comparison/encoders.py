@@ -31,10 +31,10 @@ def measure_masked(work: Work) -> dict[str, object]:
     """Return the perplexity of masked tokens at each length, and their loss by position at the longest length."""
     _refuse_causal(work)
     losses = _masked(work, _SHARE)
-    seed = work.settings.seed
+    seed, first = work.settings.seed, len(special_frame(work.tokenizer)[0])
     lengths = [dataclasses.asdict(score) for score in perplexity_by_length(losses, seed=seed)]
-    positions = [dataclasses.asdict(score) for score in loss_by_position(losses[max(losses)], seed=seed)]
-    return {"share": _SHARE, "lengths": lengths, "positions": positions}
+    positions = loss_by_position(losses[max(losses)], first=first, seed=seed)
+    return {"share": _SHARE, "lengths": lengths, "positions": [dataclasses.asdict(score) for score in positions]}
 
 
 def measure_pseudo(work: Work) -> list[dict[str, object]]:

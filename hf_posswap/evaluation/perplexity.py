@@ -107,11 +107,12 @@ def change_with_length(losses: Mapping[int, np.ndarray], *, seed: int = 0) -> tu
     return math.exp(float(differences.mean())), low, high
 
 
-def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore]:
+def loss_by_position(losses: np.ndarray, *, first: int = 1, seed: int = 0) -> list[PositionScore]:
     """Return the mean loss of the tokens at positions [2^k, 2^(k+1)), for every complete bucket.
 
     Args:
         losses: losses at one length, [N, L - 1]; column t - 1 is the token at position t.
+        first: position of the token of the first column; of an encoder, the number of special tokens before a text.
         seed: random seed of the bootstrap.
 
     Example:
@@ -119,9 +120,9 @@ def loss_by_position(losses: np.ndarray, *, seed: int = 0) -> list[PositionScore
         [(1, 2), (2, 4), (4, 8)]
     """
     scores = []
-    start = 1
-    while 2 * start <= losses.shape[1] + 1:
-        bucket = losses[:, start - 1 : 2 * start - 1]
+    start = 1 << max(0, first - 1).bit_length()  # the first power of two that is at least `first`
+    while 2 * start <= losses.shape[1] + first:
+        bucket = losses[:, start - first : 2 * start - first]
         sums = bucket.sum(axis=1, dtype=np.float64)
         counts = np.full(len(bucket), bucket.shape[1])
         low, high = ratio_interval(sums, counts, seed=seed) or (None, None)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -125,6 +126,30 @@ def test_the_start_token_of_an_encoder_is_around_its_text_and_not_in_it() -> Non
         new, old = (one.roberta(ids).last_hidden_state.mean(1) for one in (swapped, model))
     cosine = float(torch.cosine_similarity(new, old).mean())
     assert found["alibi"]["vectors"][0]["cosine"] == pytest.approx(cosine, abs=1e-5)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_the_loss_by_position_counts_the_special_tokens_before_a_text(before: int) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    frame = TemplateProcessing(single="[CLS] " * before + "$A", special_tokens=[("[CLS]", tokenizer.cls_token_id)])
+    tokenizer.backend_tokenizer.post_processor = frame
+    settings = EvalSettings(lengths=(32,), metrics=("mlm_pos",))
+    found = compare([bert()], documents=TEXTS, tokenizer=tokenizer, settings=settings).results["models"]
+    losses: dict[int, list[float]] = {}
+    for text in TEXTS:
+        ids = torch.tensor([tokenizer(text)["input_ids"][:32]])
+        for group in mask_groups(32 - before):
+            masked = ids.clone()
+            masked[0, group + before] = tokenizer.mask_token_id
+            with torch.no_grad():
+                row = bert()(masked).logits.log_softmax(-1)[0]
+            for position in (group + before).tolist():
+                losses.setdefault(position, []).append(-float(row[position, ids[0, position]]))
+    (result,) = (model["mlm_pos"]["positions"] for model in found.values())
+    assert [row["start"] for row in result] == [1, 2, 4, 8, 16][max(0, before - 1) :]
+    for row in result:
+        bucket = [loss for position in range(row["start"], row["stop"]) for loss in losses[position]]
+        assert row["loss"] == pytest.approx(sum(bucket) / len(bucket), rel=1e-5)
 
 
 def test_an_encoder_is_as_near_to_itself_as_can_be() -> None:

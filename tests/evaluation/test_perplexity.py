@@ -78,16 +78,19 @@ def test_lengths_that_cannot_be_read_are_refused(shape: tuple[int, ...], lengths
         measure_losses(swapped("rope"), np.zeros(shape, dtype=np.int64), lengths, one_pass=True)
 
 
-@given(st.integers(2, 70), st.integers(5, 8))
-def test_buckets_are_means_over_powers_of_two(length: int, documents: int) -> None:
+@given(st.integers(2, 70), st.integers(5, 8), st.integers(0, 5))
+def test_buckets_are_means_over_powers_of_two(length: int, documents: int, first: int) -> None:
     losses = np.random.default_rng(length).gamma(2.0, size=(documents, length - 1)).astype(np.float32)
     by_position: dict[int, list[float]] = {}
     for row in losses:
-        for position, loss in enumerate(row, start=1):
-            by_position.setdefault(int(math.log2(position)), []).append(float(loss))
-    for score in loss_by_position(losses):
-        values = by_position[int(math.log2(score.start))]
-        assert score.stop == 2 * score.start <= length
+        for position, loss in enumerate(row, start=first):
+            by_position.setdefault(position.bit_length(), []).append(float(loss))
+    scores = loss_by_position(losses, first=first)
+    complete = [2**k for k in range(8) if len(by_position.get(k + 1, [])) == 2**k * documents]
+    assert [score.start for score in scores] == complete
+    for score in scores:
+        values = by_position[score.start.bit_length()]
+        assert score.stop == 2 * score.start <= length - 1 + first
         assert len(values) == documents * score.start
         assert score.loss == pytest.approx(math.fsum(values) / len(values), rel=1e-6)
         assert score.low is not None
