@@ -21,6 +21,7 @@ from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_co
 from hf_posswap.checkpoints.native_targets import gpt_neox, jina_embeddings_v3, mpnet, roformer, same_class, smollm3
 from hf_posswap.checkpoints.native_weights import SOURCES, Blueprint
 from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.torch_modules import copy_module
 from hf_posswap.compat.transformers_loading import build_model
 from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import (
@@ -323,7 +324,7 @@ def prove_equal(
 
 
 def _wide(model: PreTrainedModel) -> PreTrainedModel:
-    copied = copy.deepcopy(model)
+    copied: PreTrainedModel = copy_module(model)
     for parameter in copied.parameters():
         parameter.data = parameter.data.float()
     copied.config.dtype = torch.float32

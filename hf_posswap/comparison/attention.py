@@ -146,7 +146,10 @@ def compare_attention(
     path = expand_home(out) / f"{PICTURE}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = _numbers(models)
-    lines = {n: _lines(paid, n, numbers) for n in requested}
+    lines: dict[int, list[AttentionLine]] = {length: [] for length in requested}
+    for name, by_length in paid.items():
+        for length, result in by_length.items():
+            lines[length].append(AttentionLine(name, numbers[name], result.totals, result.pairs))
     below = (
         f"Mean weight of a key by its distance, over heads{'' if by_layer else ', layers'} and {len(read.names)} "
         "texts, without the first token, which is an attention sink. Dotted: uniform attention."
@@ -211,14 +214,6 @@ def _numbers(models: dict[str, PreTrainedModel]) -> dict[str, int]:
         name: None if patch is None else {"scheme": patch.plan.scheme.to_dict()} for name, patch in patches.items()
     }
     return model_numbers({"models": {name: {"plan": plan} for name, plan in plans.items()}})
-
-
-def _lines(paid: dict[str, dict[int, AttentionPaid]], length: int, numbers: dict[str, int]) -> list[AttentionLine]:
-    return [
-        AttentionLine(name, numbers[name], by_length[length].totals, by_length[length].pairs)
-        for name, by_length in paid.items()
-        if length in by_length
-    ]
 
 
 def _summaries(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import sys
@@ -13,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
 from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.names import candidate_names
+from hf_posswap.compat.accelerate_state import hook_of
 from hf_posswap.compat.peft_wrappers import adapters_at_work
+from hf_posswap.compat.torch_modules import copy_module
 from hf_posswap.compat.transformers_attention import attention_implementation
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import lasting_values
@@ -216,7 +218,8 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
         >>> shell.lm_head.weight is model.lm_head.weight, shell.transformer is model.transformer
         (True, False)
     """
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    shell: PreTrainedModel = copy_module(model, {id(parameter): parameter for parameter in model.parameters()})
+    return shell
 
 
 def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
@@ -245,6 +248,9 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
         "device": target.device.type,
         "prefill": prefill,
     }
+    # accelerate's hooks wrap the forward of the class
+    if any("forward" in vars(module) and hook_of(module) is None for module in target.modules()):
+        identity["forward put on an instance, of this run alone"] = uuid4().hex
     return Subject(name, target, scoring, reach, patch.plan if patch else None, identity)
 
 

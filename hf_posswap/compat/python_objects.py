@@ -121,13 +121,15 @@ def rebound(function: object, copies: Mapping[int, object], _above: tuple[int, .
 def _rebound_closure(function: FunctionType, _exchanged: Callable[[object], object]) -> FunctionType:
     cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if not _is_empty(cell)]
     new = {id(cell): value for cell, before in cells if (value := _exchanged(before)) is not before}
-    wrapped = vars(function).get("__wrapped__")
-    if not new and (wrapped is None or _exchanged(wrapped) is wrapped):
+    wrapped, named = vars(function).get("__wrapped__"), function.__globals__
+    used = {name: named[name] for name in function.__code__.co_names if name in named}
+    objects = {name: value for name, value in used.items() if not isinstance(value, FunctionType | type)}
+    reached = {name: value for name, before in objects.items() if (value := _exchanged(before)) is not before}
+    if not new and not reached and (wrapped is None or _exchanged(wrapped) is wrapped):
         return function
     closure = tuple(CellType(new[id(cell)]) if id(cell) in new else cell for cell in function.__closure__ or ())
-    twin = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure or None
-    )
+    own = named | reached if reached else named  # a notebook's forward reaches its model by a global name
+    twin = FunctionType(function.__code__, own, function.__name__, function.__defaults__, closure or None)
     twin.__kwdefaults__ = function.__kwdefaults__
     vars(twin).update(vars(function))
     if wrapped is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.accelerate_state import rebind_wrapped_forward
+from hf_posswap.compat.python_objects import rebound
 
 
 class TensorHooks(nn.Module):
@@ -185,6 +187,24 @@ _INSIDE = {
     "_fsdp_wrapped_module": "FSDP's wrapper",
     "_checkpoint_wrapped_module": "a wrapper for activation checkpointing",
 }
+
+
+def copy_module(model: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Return a deep copy of `model`, in which a forward that was put on an instance runs the copy.
+
+    Touches the instance attributes `forward` and `_original_forward` (accelerate 1.12 to 1.15). Without it such a
+    forward, which reaches the model by its closure, would run the original: an unswapped model in place of a swapped.
+
+    Args:
+        model: a module.
+        memo: as `copy.deepcopy` takes it: what the copy shares, by id.
+    """
+    memo = {} if memo is None else memo
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for name in {"forward", "_original_forward"} & vars(module).keys():
+            vars(module)[name] = rebound(vars(module)[name], memo)
+    return copied
 
 
 def compiled_original(model: nn.Module) -> nn.Module | None:

@@ -6,7 +6,6 @@ queries of two tokens are, and their keys and values.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hf_posswap.compat.torch_modules import copy_module
 from hf_posswap.compat.transformers_attention import (
     IMPLEMENTATION,
     attention_implementation,
@@ -298,7 +298,7 @@ def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
             "distillation learns from the unswapped model, and fit_rotation has changed this "
             f"{type(unwrap(model)).__name__}: make the teacher before the fit."
         )
-    teacher = unpatch_model(copy.deepcopy(unwrap(model)))
+    teacher = unpatch_model(copy_module(unwrap(model)))
     return teacher.requires_grad_(False).eval()
 
 

@@ -236,6 +236,28 @@ def test_what_another_version_of_the_package_measured_is_not_reused(
     assert counts[1] == counts[0] < counts[2]
 
 
+def test_a_forward_put_on_an_instance_is_measured_in_each_run(tmp_path: Path) -> None:
+    model, _ = watched_llama()
+    how: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "pictures": False, "metrics": "ppl_prefix"}
+    layer, perplexities = model.get_submodule("model.layers.0.mlp"), []
+    for factor in (1, 0, 1, 2):
+        layer.forward = lambda states, factor=factor: factor * type(layer).forward(layer, states)
+        found = compare([model], lengths=[128], out=tmp_path, **how)
+        perplexities.append([m["ppl_prefix"][0]["perplexity"] for m in found.results["models"].values()])
+    assert perplexities[0] == perplexities[2]
+    assert len({str(each) for each in perplexities}) == 3
+
+
+def test_a_forward_put_on_an_instance_runs_the_swapped_copy() -> None:
+    model, _ = watched_llama()
+    how: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "metrics": "ppl_prefix", "lengths": [128]}
+    expected = evaluate(model, "alibi", **how).results["models"]
+    stock = model.model.forward
+    model.model.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+    for name, found in evaluate(model, "alibi", **how).results["models"].items():
+        assert found["ppl_prefix"] == expected[name]["ppl_prefix"]
+
+
 @pytest.mark.parametrize(("old", "new"), [(None, 16), (16, None), (16, 24)])
 def test_models_that_are_read_in_other_chunks_are_compared(old: int | None, new: int | None) -> None:
     model, _ = watched_llama()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from hf_posswap.compat.torch_modules import copy_module
 from hf_posswap.compat.transformers_attention import attention_implementation, can_choose_attention, supports_sdpa
 from hf_posswap.errors import SwapVerificationError
 from hf_posswap.schemes.mechanism import Mechanism
@@ -93,7 +93,7 @@ def finer(model: PreTrainedModel) -> PreTrainedModel | None:
     whole = not any(weight.is_meta for weight in weights) and all(weight.is_floating_point() for weight in weights)
     if not whole or model.dtype == torch.float64 or sum(weight.numel() for weight in weights) > LARGEST_COPY:
         return None
-    copied = copy.deepcopy(model).double().eval()
+    copied: PreTrainedModel = copy_module(model).double().eval()
     copied.set_experts_implementation("eager")  # grouped products know no float64
     if can_choose_attention(copied) and supports_sdpa(copied):
         copied.set_attn_implementation("sdpa")  # eager code makes its weights in float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.accelerate_state import take_out_of_autocast
-from hf_posswap.compat.python_objects import rebound
-from hf_posswap.compat.torch_modules import unchanged
+from hf_posswap.compat.torch_modules import copy_module, unchanged
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
 from hf_posswap.patching.apply.applied import applied_swap, check_structure, unread_record
 from hf_posswap.patching.apply.patch_model import unpatch_model
@@ -142,11 +140,9 @@ def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     states = [vars(module).get("state") for module in model.modules()]
     packed = [state for state in states if hasattr(state, "CB")]  # bitsandbytes moves 8-bit weights there as they run
     memo: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers(), *derived, *packed)}
-    copied = copy.deepcopy(model, memo := memo | weight_maps(model))
+    copied: PreTrainedModel = copy_module(model, memo | weight_maps(model))
     for module in copied.modules():
         take_out_of_autocast(module)
-        if (forward := vars(module).get("forward")) is not None:
-            vars(module)["forward"] = rebound(forward, memo)
     return copied
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_posswap.compat.peft_wrappers import is_adapted
+from hf_posswap.compat.torch_modules import copy_module
 from hf_posswap.compat.torch_tensors import is_plain
 from hf_posswap.errors import NotPatchedError, SchemeError, UnsupportedSwapError
 from hf_posswap.families.sites import Sites
@@ -158,7 +158,7 @@ def fit_rotation(model: PreTrainedModel, tokens: TokenRows, *, progress: bool | 
     """
     reporter = reporter_for(progress)
     target = unwrap(model)
-    scheme, base = _checked_scheme(target), unpatch_model(copy.deepcopy(target))
+    scheme, base = _checked_scheme(target), unpatch_model(copy_module(target))
     sites = check_base(base, scheme, _OWNER, table_only=True)
     geometry, rows = sites.geometry, check_rows(tokens, base, sites)
     pairs = _pairs(target, sites)
