@@ -116,11 +116,19 @@ def save_with_swap(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         CheckpointError: position parameters that were trained would be lost.
-        UnsupportedSwapError: the base has other weights in memory than where it is loaded from.
+        UnsupportedSwapError: the base has other weights in memory than where it is loaded from; or, inside a
+            SentenceTransformer, another mechanism.
     """
     inner = inner_model(model) if is_sentence_model(model) else model
     if getattr(inner, "peft_config", None) is not None:
         refuse_changed_base(inner)
+        if inner is not model and is_swapped(inner) and not lies_on_disk(swapped_base(inner)):
+            raise UnsupportedSwapError(
+                f"sentence-transformers would not open an adapter of {type(swapped_base(inner)).__name__} again: it "
+                "loads the base without the swap that was made in memory. What works: save the swapped "
+                f"{type(model).__name__} with hf_posswap.save, open that, and put the adapter on it; or merge the "
+                "adapter (merge_and_unload), and save the whole."
+            )
     refuse_lost_positions(inner)
     with undoing_what_has_an_inverse(unwrap(inner)):
         if inner is model:

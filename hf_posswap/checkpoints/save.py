@@ -47,7 +47,7 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
     Args:
         model: a transformers model; or a PEFT model: then the adapter, with the swap of its base; or a
             SentenceTransformer: then all its modules and its tokenizer, for `SentenceTransformer(folder)` after
-            `import hf_posswap`, which opens no adapter on a swapped base: merge that first.
+            `import hf_posswap`, which opens an adapter only if its base was saved with the swap.
         folder: where to; its parents are made.
         tokenizer: saved with the model; where it truncates texts at the model's length before the swap, the saved
             one truncates at the swap's length. The same holds for `max_length` of the model's generation_config.
@@ -59,7 +59,8 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
             since), or cannot be written; or weights are offloaded, and no device map says where, or are quantized in a
             form that no checkpoint holds; or the config was changed since the swap, where the swap set it.
         OptionError: another tokenizer than its own was given with a SentenceTransformer.
-        UnsupportedSwapError: a SentenceTransformer has no transformers model in it, or several.
+        UnsupportedSwapError: a SentenceTransformer has no transformers model in it, or several; or an adapter in it has
+            a base that was swapped in memory.
 
     Example:
         >>> import tempfile

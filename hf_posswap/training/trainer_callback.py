@@ -45,6 +45,7 @@ from hf_posswap.training.trainer_proof import (
     trained_part,
     versions,
 )
+from hf_posswap.utils.sentence_models import ANY_KIND, inner_model, is_sentence_model
 from hf_posswap.utils.user_paths import without_folder
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ class PosswapCallback(TrainerCallback, ExportableState):
         _warn_of_decay(inside, kwargs.get("optimizer"))
         try:
             if not is_sharded(inside):
-                refuse_lost_positions(extract_model_from_parallel(model, keep_torch_compile=False))
+                whole = extract_model_from_parallel(model, keep_torch_compile=False)
+                refuse_lost_positions(inner_model(whole) if is_sentence_model(whole, ANY_KIND) else whole)
         except CheckpointError as error:  # the user may mean to merge it at the end
             warnings.warn(f"this adapter cannot be saved, nor can checkpoints: {error}", TrainingWarning, stacklevel=2)
         expected = first_loss_limit(inside, model) if self.max_first_loss is None else self.max_first_loss

@@ -745,6 +745,26 @@ def test_sentence_transformers_train_a_swapped_encoder(tmp_path: Path) -> None:
         st.SentenceTransformerTrainer(encoder, arguments, data, loss=loss, callbacks=[PosswapCallback()]).train()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_an_adapter_inside_an_encoder_that_will_not_be_saved_is_known_before_the_first_step(tmp_path: Path) -> None:
+    st, peft = pytest.importorskip("sentence_transformers"), pytest.importorskip("peft")
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    from tests.patching.apply.test_wrapped import sentences
+
+    encoder = sentences()
+    encoder[0].model = peft.get_peft_model(encoder[0].model, peft.LoraConfig(target_modules=["query"]))
+    patch_model(encoder, "t5", max_length=512)
+    data = datasets.Dataset.from_list(
+        [{"one": f"{n} ships at sea", "other": f"at sea are {n} ships"} for n in range(8)]
+    )
+    arguments = st.SentenceTransformerTrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", **QUIET)
+    given = {"loss": MultipleNegativesRankingLoss(encoder), "callbacks": [PosswapCallback()]}
+    with pytest.warns(TrainingWarning, match=r"cannot be saved, .*posswap: trained position parameters"):
+        st.SentenceTransformerTrainer(encoder, arguments, data, **given).train()
+
+
 @pytest.mark.parametrize("kind", ["CrossEncoder", "SparseEncoder"])
 def test_encoders_of_pairs_and_of_sparse_vectors_are_proved_too(kind: str, tmp_path: Path) -> None:
     """What is inside them is swapped, and the Trainer trains the whole; its loss is of no next token."""

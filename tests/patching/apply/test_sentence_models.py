@@ -147,6 +147,26 @@ def test_a_length_beyond_that_of_the_config_is_saved(tmp_path: Path) -> None:
     assert gap(vectors(loaded), vectors(model)) < NOISE
 
 
+def test_an_adapter_is_saved_with_it_where_it_can_be_opened_again(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    peft = pytest.importorskip("peft")
+    model = patch_model(sentences(), "t5", max_length=1024)
+    base = hf_posswap.save(model, tmp_path / "base")
+    opened = SentenceTransformer(str(base), device="cpu")
+    config = peft.LoraConfig(target_modules=["query"], init_lora_weights=False)
+    for one in (model, opened):
+        one[0].model = hf_posswap.add_adapter(one[0].model, config)
+    with pytest.raises(UnsupportedSwapError, match=r"would not open an adapter of BertModel again.*save the swapped"):
+        hf_posswap.save(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    again = SentenceTransformer(str(hf_posswap.save(opened, tmp_path / "adapter")), device="cpu")
+    assert gap(vectors(again), vectors(opened)) < NOISE < gap(vectors(opened), vectors(model))
+    model[0].model = model[0].model.merge_and_unload()
+    whole = SentenceTransformer(str(hf_posswap.save(model, tmp_path / "whole")), device="cpu")
+    assert gap(vectors(whole), vectors(model)) < NOISE
+
+
 def test_its_own_tokenizer_is_saved_and_no_other(tmp_path: Path) -> None:
     model = patch_model(sentences(), "rope", max_length=1024)
     hf_posswap.save(model, tmp_path / "own", tokenizer=model.tokenizer)
