@@ -129,6 +129,9 @@ def _set_sequence_length(owner: Any, target: PreTrainedModel, length: int) -> No
     try:
         applied_swap(target).sequence_lengths = (owner.max_seq_length, length)
         owner.max_seq_length = length
+        for module in owner.modules():  # else a save leaves it out, and texts are cut at max_position_embeddings again
+            if hasattr(module, "config_keys") and hasattr(module, "max_seq_length"):
+                module.config_keys = list(dict.fromkeys([*module.config_keys, "max_seq_length"]))
     except BaseException:
         _undo(target, applied_swap(target), owner)
         raise
@@ -237,6 +240,8 @@ def unpatch_model(model: M) -> M:
         _undo(target, patch, owner=model)
         if patch.sequence_lengths is not None and is_sentence_model(model):
             before, swapped = patch.sequence_lengths
+            for module in model.modules():
+                vars(module).pop("config_keys", None)
             if model.max_seq_length == swapped:  # it was not set since
                 model.max_seq_length = before
     return model

@@ -142,9 +142,15 @@ def test_a_length_beyond_that_of_the_config_is_saved(tmp_path: Path) -> None:
     transformers.Qwen2Model(config).save_pretrained(tmp_path / "base")
     sentences().tokenizer.save_pretrained(tmp_path / "base")
     model = patch_model(SentenceTransformer(str(tmp_path / "base"), device="cpu"), "dynamic", factor=4.0)
-    loaded = SentenceTransformer(str(hf_posswap.save(model, tmp_path / "saved")), device="cpu")
-    assert loaded.max_seq_length == model.max_seq_length > loaded[0].auto_model.config.max_position_embeddings
-    assert gap(vectors(loaded), vectors(model)) < NOISE
+    hf_posswap.save(model, tmp_path / "saved")
+    model.save_pretrained(str(tmp_path / "by its own"))
+    for folder in ("saved", "by its own"):
+        loaded = SentenceTransformer(str(tmp_path / folder), device="cpu")
+        assert loaded.max_seq_length == model.max_seq_length > loaded[0].auto_model.config.max_position_embeddings
+        assert gap(vectors(loaded), vectors(model)) < NOISE
+    length = model.max_seq_length
+    unpatch_model(model).save_pretrained(str(tmp_path / "native"))
+    assert SentenceTransformer(str(tmp_path / "native"), device="cpu").max_seq_length == model.max_seq_length < length
 
 
 def test_an_adapter_is_saved_with_it_where_it_can_be_opened_again(tmp_path: Path) -> None:
