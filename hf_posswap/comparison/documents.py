@@ -281,6 +281,8 @@ def text_and_count(text: object, documents: object) -> tuple[Any, int | None]:
         >>> text_and_count("python", 8)
         (None, 8)
     """
+    if getattr(documents, "ndim", 1) == 0:
+        documents = documents.item()  # type: ignore[attr-defined]  # a number of numpy or torch
     if documents is None or isinstance(documents, int):
         if text is None:
             warnings.warn(

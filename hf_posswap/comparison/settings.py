@@ -72,9 +72,10 @@ class EvalSettings:
     key_spans: Path | None = None
 
     def __post_init__(self) -> None:
-        lengths = self.lengths
+        given = vars(self).items()
         for name, value in {
-            "lengths": None if lengths is None else (lengths,) if isinstance(lengths, int) else _items(lengths),
+            **{name: value.item() for name, value in given if getattr(value, "ndim", 1) == 0},  # of numpy or torch
+            "lengths": None if self.lengths is None else _items(self.lengths),
             "metrics": _names(self.metrics),
             "depths": _items(self.depths),
             "key_spans": Path(self.key_spans) if isinstance(self.key_spans, str) else self.key_spans,
@@ -142,10 +143,10 @@ def _names(metrics: object) -> object:
 
 
 def _items(values: object) -> tuple[object, ...]:
-    """Return the items of a list as a tuple; anything else becomes its only item, which a check then refuses."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        return (values,)
-    return tuple(value.item() if hasattr(value, "item") else value for value in values)
+    """Return the items of a list as a tuple, those of numpy and torch as Python's; anything else is the only item."""
+    is_one = isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0
+    items: Any = (values,) if is_one else values
+    return tuple(value.item() if getattr(value, "ndim", 1) == 0 else value for value in items)
 
 
 def _is_whole(value: object, minimum: int) -> bool:

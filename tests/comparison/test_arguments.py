@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel
 from hf_posswap import patch_model
 from hf_posswap.cli import comparing, evaluating
 from hf_posswap.comparison import Candidate, EvalSettings, compare, compare_attention, evaluate
+from hf_posswap.comparison.documents import text_and_count
 from hf_posswap.errors import CheckpointError, DataError, DataWarning, OptionError, SchemeError, UnknownNameError
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.devices import resolve_device, resolve_dtype
@@ -70,6 +71,16 @@ def test_documents_are_a_number_or_the_text() -> None:
     assert evaluate(gpt2(), text=TEXTS, documents=2, **how).results["data"]["documents"] == 2
     with pytest.raises(OptionError, match="documents is the maximum number of documents if text is given, got list"):
         evaluate(gpt2(), text=TEXTS, documents=TEXTS, **how)
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_numbers(number: Any) -> None:
+    given = {"lengths": number(64), "documents": number(3), "seed": number(7), "trials": number(4), "tail": number(9)}
+    plain = {name: int(value) for name, value in given.items()}
+    assert EvalSettings(**given).to_dict() == EvalSettings(**plain).to_dict()
+    assert all(type(value) is int for value in text_and_count("books/", given["documents"])[1:])
+    with pytest.raises(OptionError, match="documents is a whole number"):
+        EvalSettings(documents=np.array([3, 4]))  # type: ignore[arg-type]
 
 
 def test_python_names_this_pythons_own_text_as_on_the_command_line() -> None:
