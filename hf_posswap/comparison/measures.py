@@ -244,7 +244,11 @@ def measure_offsets(work: Work) -> list[dict[str, object]]:
 
 
 def measure_compat(work: Work) -> list[dict[str, object]]:
-    """Return perplexity by each protocol of the literature, one row per protocol."""
+    """Return perplexity by each protocol of the literature, one row per protocol.
+
+    `lmeval_disjoint` begins with BOS, or the end of text; lm-eval stops where a tokenizer has neither, and no row says
+    what it would find.
+    """
     stride = work.settings.stride or min(_COMPAT_STRIDE, max(1, work.window // 2))
     bos = work.tokenizer.bos_token_id
     length = max(work.lengths)
@@ -253,15 +257,18 @@ def measure_compat(work: Work) -> list[dict[str, object]]:
     protocol_names: list[str] = []
     units: list[Unit] = []
     for name, protocol in PROTOCOLS.items():
-        key = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": bos}
+        before = work.tokenizer.eos_token_id if bos is None and name == "lmeval_disjoint" else bos
+        if before is None and name == "lmeval_disjoint":
+            continue
+        key = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": before}
         for digest, text in (stream if protocol.stream else texts).items():
             windows = protocol.cut(len(text), work.window, stride, bos is not None)
-            compute = partial(_compat, work, name, text, stride)
+            compute = partial(_compat, work, name, text, stride, before)
             protocol_names.append(name)
             units.append(
                 Unit(key, {"document": digest, "length": length}, compute, [w.stop - w.start for w in windows])
             )
-    losses: dict[str, list[np.ndarray]] = {name: [] for name in PROTOCOLS}
+    losses: dict[str, list[np.ndarray]] = {name: [] for name in protocol_names}
     for name, value in zip(protocol_names, work.values("other protocols", units), strict=True):
         losses[name] += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])
     return [
@@ -281,9 +288,7 @@ def _leading(work: Work, length: int) -> list[tuple[str, np.ndarray]]:
     return list(zip(work.documents.digests, work.documents.tokens[:, :length], strict=True))
 
 
-def _compat(work: Work, name: str, text: np.ndarray, stride: int) -> dict[str, object]:
-    end = work.tokenizer.bos_token_id
-    bos = end if end is not None else work.tokenizer.eos_token_id if name == "lmeval_disjoint" else None
+def _compat(work: Work, name: str, text: np.ndarray, stride: int, bos: int | None) -> dict[str, object]:
     chunks = protocol_losses(work.subject.scorer, text, name, window=work.window, stride=stride, bos=bos)
     return {"sizes": [len(chunk) for chunk in chunks], "losses": np.concatenate(chunks).tolist()}
 

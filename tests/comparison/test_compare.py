@@ -54,6 +54,7 @@ from hf_posswap.errors import (
     SchemeError,
 )
 from hf_posswap.evaluation import Scorer, cost, sliding_losses, store
+from hf_posswap.evaluation.compat import PROTOCOLS
 from hf_posswap.evaluation.ctx_gain import context_losses, contexts_of
 from hf_posswap.evaluation.offset_probe import offset_losses, offsets_of
 from hf_posswap.evaluation.ruler_lite import IN_DOCUMENTS, TASKS, ruler_prompt
@@ -221,6 +222,18 @@ def test_what_was_read_before_a_stop_is_read_again_for_the_same_numbers(tmp_path
     assert resumed["models"] == whole["models"]
     assert reads.count(255) == 4  # two documents of two models
     assert len(reads) < count
+
+
+def test_protocols_that_need_no_token_before_a_text_are_measured_without_one() -> None:
+    model, _ = watched_llama()
+    how: dict[str, Any] = {"documents": TEXTS, "lengths": [256], "metrics": "ppl_compat"}
+    bare, ends = byte_tokenizer(), byte_tokenizer()
+    bare.bos_token = bare.eos_token = ends.bos_token = None
+    (without,) = compare([model], tokenizer=bare, **how).results["models"].values()
+    (with_end,) = compare([model], tokenizer=ends, **how).results["models"].values()
+    (disjoint,) = (row for row in with_end["ppl_compat"] if row["protocol"] == "lmeval_disjoint")
+    assert without["ppl_compat"] == [row for row in with_end["ppl_compat"] if row is not disjoint]
+    assert [row["protocol"] for row in with_end["ppl_compat"]] == list(PROTOCOLS)
 
 
 def test_what_another_version_of_the_package_measured_is_not_reused(
