@@ -324,7 +324,7 @@ def prove_equal(
 
 
 def _wide(model: PreTrainedModel) -> PreTrainedModel:
-    copied: PreTrainedModel = copy_module(model)
+    copied = copy_module(model)
     for parameter in copied.parameters():
         parameter.data = parameter.data.float()
     copied.config.dtype = torch.float32

@@ -218,8 +218,7 @@ def shell_of(model: PreTrainedModel) -> PreTrainedModel:
         >>> shell.lm_head.weight is model.lm_head.weight, shell.transformer is model.transformer
         (True, False)
     """
-    shell: PreTrainedModel = copy_module(model, {id(parameter): parameter for parameter in model.parameters()})
-    return shell
+    return copy_module(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:

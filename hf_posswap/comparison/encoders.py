@@ -21,6 +21,7 @@ from hf_posswap.evaluation.retrieval import (
     vector_score,
 )
 from hf_posswap.evaluation.store import unit_key
+from hf_posswap.text.tokens import tokens_after
 
 _SHARE = 0.15
 _PSEUDO_TOKENS = 64
@@ -64,6 +65,7 @@ def _retrieval(work: Work, length: int) -> Unit:
     }
     texts = [FILLER, *(text for pair in retrieval_texts("passkey", _RETRIEVED, work.settings.seed) for text in pair)]
     ids = [*special_frame(work.tokenizer), *work.tokenizer(texts, verbose=False)["input_ids"]]
+    ids += [tokens_after(work.tokenizer, text) for text in texts]
     return Unit(
         {"metric": "retrieval", **options},
         {"length": length, "tokenizer": unit_key({"ids": ids})},

@@ -244,11 +244,7 @@ def measure_offsets(work: Work) -> list[dict[str, object]]:
 
 
 def measure_compat(work: Work) -> list[dict[str, object]]:
-    """Return perplexity by each protocol of the literature, one row per protocol.
-
-    `lmeval_disjoint` begins with BOS, or the end of text; lm-eval stops where a tokenizer has neither, and no row says
-    what it would find.
-    """
+    """Return perplexity by each protocol of the literature, one row per protocol."""
     stride = work.settings.stride or min(_COMPAT_STRIDE, max(1, work.window // 2))
     bos = work.tokenizer.bos_token_id
     length = max(work.lengths)
@@ -259,15 +255,14 @@ def measure_compat(work: Work) -> list[dict[str, object]]:
     for name, protocol in PROTOCOLS.items():
         before = work.tokenizer.eos_token_id if bos is None and name == "lmeval_disjoint" else bos
         if before is None and name == "lmeval_disjoint":
-            continue
+            continue  # lm-eval itself stops where a tokenizer has neither
         key = {"metric": "ppl_compat", "id": name, "window": work.window, "stride": stride, "bos": before}
         for digest, text in (stream if protocol.stream else texts).items():
             windows = protocol.cut(len(text), work.window, stride, bos is not None)
             compute = partial(_compat, work, name, text, stride, before)
             protocol_names.append(name)
-            units.append(
-                Unit(key, {"document": digest, "length": length}, compute, [w.stop - w.start for w in windows])
-            )
+            reads = [window.stop - window.start for window in windows]
+            units.append(Unit(key, {"document": digest, "length": length}, compute, reads))
     losses: dict[str, list[np.ndarray]] = {name: [] for name in protocol_names}
     for name, value in zip(protocol_names, work.values("other protocols", units), strict=True):
         losses[name] += np.split(np.array(value["losses"], dtype=np.float32), np.cumsum(value["sizes"])[:-1])

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hf_posswap.errors import OptionError, UnknownNameError
 from hf_posswap.utils.format import public_name
@@ -145,7 +145,7 @@ def _names(metrics: object) -> object:
 def _items(values: object) -> tuple[object, ...]:
     """Return the items of a list as a tuple, those of numpy and torch as Python's; anything else is the only item."""
     is_one = isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0
-    items: Any = (values,) if is_one else values
+    items = cast("Iterable[Any]", (values,) if is_one else values)
     return tuple(value.item() if getattr(value, "ndim", 1) == 0 else value for value in items)
 
 

@@ -128,8 +128,8 @@ def _rebound_closure(function: FunctionType, _exchanged: Callable[[object], obje
     if not new and not reached and (wrapped is None or _exchanged(wrapped) is wrapped):
         return function
     closure = tuple(CellType(new[id(cell)]) if id(cell) in new else cell for cell in function.__closure__ or ())
-    own = named | reached if reached else named  # a notebook's forward reaches its model by a global name
-    twin = FunctionType(function.__code__, own, function.__name__, function.__defaults__, closure or None)
+    names = named | reached if reached else named  # a notebook's forward reaches its model by a global name
+    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure or None)
     twin.__kwdefaults__ = function.__kwdefaults__
     vars(twin).update(vars(function))
     if wrapped is not None:

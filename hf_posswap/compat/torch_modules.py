@@ -6,13 +6,15 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.accelerate_state import rebind_wrapped_forward
 from hf_posswap.compat.python_objects import rebound
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class TensorHooks(nn.Module):
@@ -189,11 +191,11 @@ _INSIDE = {
 }
 
 
-def copy_module(model: Any, memo: dict[int, Any] | None = None) -> Any:
+def copy_module(model: _Module, memo: dict[int, object] | None = None) -> _Module:
     """Return a deep copy of `model`, in which a forward that was put on an instance runs the copy.
 
     Touches the instance attributes `forward` and `_original_forward` (accelerate 1.12 to 1.15). Without it such a
-    forward, which reaches the model by its closure, would run the original: an unswapped model in place of a swapped.
+    forward, which reaches the model by its closure, would run the original, which is not swapped.
 
     Args:
         model: a module.

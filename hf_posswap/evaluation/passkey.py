@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.nn import functional
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.scoring import Scorer
 from hf_posswap.evaluation.statistics import wilson_interval
+from hf_posswap.text.tokens import tokens_after
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class PasskeyTask:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, header: bool = True) -> None:
         self.tokenizer, self.header = tokenizer, header
+        self._encode = partial(tokens_after, tokenizer)
         digits = self._encode(QUESTION + " 0123456789")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in digits:
             raise DataError(
@@ -98,25 +101,24 @@ class PasskeyTask:
         if room < 0:
             raise DataError(f"a passkey prompt takes at least {length - room} tokens here, got length {length}.")
         before = round(room * depth)
-        ids = [*start, *self._filler(before), *needle, *self._filler(room - before), *question, *answer]
-        return ids, len(answer)
+        first, rest = self._filler(before, begins=not self.header), self._filler(room - before)
+        return [*start, *first, *needle, *rest, *question, *answer], len(answer)
 
     def _start(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
-        return ([] if bos is None else [bos]) + (self._encode(HEADER) if self.header else [])
+        header = self.tokenizer(HEADER, add_special_tokens=False, verbose=False)["input_ids"] if self.header else []
+        return [*([] if bos is None else [bos]), *header]
 
-    def _filler(self, count: int) -> list[int]:
+    def _filler(self, count: int, *, begins: bool = False) -> list[int]:
         once = self._encode(FILLER)
-        return (once * (count // len(once) + 1))[:count]
+        first = self.tokenizer(FILLER, add_special_tokens=False, verbose=False)["input_ids"] if begins else once
+        return [*first, *once * (count // len(once) + 1)][:count]
 
     def _ask(self, key: int) -> tuple[list[int], list[int]]:
         """Return the tokens of the question and of the answer, split where the tokens of the question alone end."""
         question, combined = self._encode(QUESTION), self._encode(f"{QUESTION} {key}")
         prefix = next((i for i, (a, b) in enumerate(zip(question, combined, strict=False)) if a != b), len(question))
         return combined[:prefix], combined[prefix:]
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def passkey_grid(

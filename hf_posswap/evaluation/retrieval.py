@@ -23,6 +23,7 @@ from hf_posswap.evaluation.masked import special_frame
 from hf_posswap.evaluation.scoring import advice_if_not_finite, reach_of
 from hf_posswap.evaluation.statistics import ratio_interval, wilson_interval
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.text.tokens import tokens_after
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -122,8 +123,11 @@ def retrieval_documents(
         >>> [len(ids) for ids in retrieval_documents(byte_tokenizer(), ["A fact."], 64)]
         [64]
     """
-    plain = [tokenizer(f" {fact} ", add_special_tokens=False, verbose=False)["input_ids"] for fact in facts]
-    once = tokenizer(filler, add_special_tokens=False, verbose=False)["input_ids"]
+    plain = [tokens_after(tokenizer, f" {fact} ") for fact in facts]
+    beginning, once = (
+        tokenizer(filler, add_special_tokens=False, verbose=False)["input_ids"],
+        tokens_after(tokenizer, filler),
+    )
     first, last = special_frame(tokenizer)
     random = np.random.default_rng((seed, length))
     documents = []
@@ -134,8 +138,8 @@ def retrieval_documents(
                 f"a document with its fact takes at least {length - room} tokens here, got length {length}."
             )
         before = int(random.integers(0, room + 1))
-        around = list(once) * (room // len(once) + 1)
-        documents.append([*first, *around[:before], *fact, *around[: room - before], *last])
+        around = once * (room // len(once) + 1)
+        documents.append([*first, *[*beginning, *around][:before], *fact, *around[: room - before], *last])
     return documents
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 
 from hf_posswap.errors import DataError, UnknownNameError
 from hf_posswap.evaluation.scoring import Scorer
+from hf_posswap.text.tokens import tokens_after
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -356,6 +358,7 @@ class _Layout:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, task: str, text: TaskText, length: int) -> None:
         self.tokenizer, self.task, self.text, self.length = tokenizer, task, text, length
         self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self._encode = partial(tokens_after, tokenizer)
         self.pieces = [self._encode(piece) for piece in text.pieces]
         self.question = self._encode("\n" + text.question)
         self.answers = [self._encode(f" {answer}") for answer in text.answers]
@@ -365,15 +368,6 @@ class _Layout:
                 "part to its unknown token."
             )
         self.comma = self._encode(",")
-
-    def _encode(self, text: str) -> list[int]:
-        """Return the tokens of `text` after another one: some tokenizers write a space before the first word of all."""
-        before = "\n" if text[0].isalnum() else "a"  # no token has its end and the beginning of `text`
-        first, both = (
-            list(self.tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"])
-            for given in (before, before + text)
-        )
-        return both[len(first) :]
 
     def parts(
         self, random: np.random.Generator, texts: list[np.ndarray] | None

@@ -155,3 +155,19 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase, begin: bool = True) -
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than the window on purpose
     bos = tokenizer.bos_token_id if begin else None
     return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
+
+
+def tokens_after(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of `text` after another one: some tokenizers write a space before the first word of all.
+
+    Example:
+        >>> from hf_posswap.training.fresh import byte_tokenizer
+        >>> bytes(tokens_after(byte_tokenizer(), " 12"))
+        b' 12'
+    """
+    before = "\n" if text[:1].isalnum() else "a"  # no token has its end and the beginning of `text`
+    first, both = (
+        list(tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"])
+        for given in (before, before + text)
+    )
+    return both[len(first) :]

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedT
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import PasskeyTask, Scorer, passkey_grid
 from hf_posswap.evaluation.passkey import FILLER, HEADER, NEEDLE, QUESTION
+from hf_posswap.evaluation.retrieval import retrieval_documents
 from hf_posswap.evaluation.ruler_lite import ruler_prompt
 from hf_posswap.training import byte_tokenizer
 
@@ -138,3 +139,26 @@ def test_a_model_that_copies_finds_every_key() -> None:
         cells = passkey_grid(model, task, lengths=[128], depths=[0.0, 0.5], trials=3)
     assert [cell.exact for cell in cells] == [3, 3]
     assert np.allclose([cell.answer_nll for cell in cells], 0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["never", "always", "first"])
+@pytest.mark.parametrize("header", [True, False])
+def test_parts_are_joined_as_the_whole_text_is_written(scheme: str, header: bool) -> None:
+    """SentencePiece puts a space before the first word of all, and not before that of each part."""
+    characters = {character: n for n, character in enumerate(["<s>", *sorted({*map(chr, range(33, 127)), "▁", "\n"})])}
+    raw = Tokenizer(models.BPE(vocab=characters, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+    names = {n: character for character, n in characters.items()}
+
+    def check(ids: list[int]) -> None:
+        text = "".join(names[n] for n in ids).replace("▁", " ")
+        text = text if scheme == "never" else text.removeprefix(" ")
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        assert "  " not in text
+
+    for depth in (0.5, 1.0):
+        ids, answer = PasskeyTask(tokenizer, header=header).prompt(length=600, depth=depth, key=1234)
+        check(ids[1:])
+        assert "".join(names[n] for n in ids[-answer:]) == "▁1234"
+    check(retrieval_documents(tokenizer, ["A fact."], 300)[0])

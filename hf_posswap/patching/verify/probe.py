@@ -93,7 +93,7 @@ def finer(model: PreTrainedModel) -> PreTrainedModel | None:
     whole = not any(weight.is_meta for weight in weights) and all(weight.is_floating_point() for weight in weights)
     if not whole or model.dtype == torch.float64 or sum(weight.numel() for weight in weights) > LARGEST_COPY:
         return None
-    copied: PreTrainedModel = copy_module(model).double().eval()
+    copied = copy_module(model).double().eval()
     copied.set_experts_implementation("eager")  # grouped products know no float64
     if can_choose_attention(copied) and supports_sdpa(copied):
         copied.set_attn_implementation("sdpa")  # eager code makes its weights in float32

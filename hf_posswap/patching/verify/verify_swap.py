@@ -140,7 +140,7 @@ def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
     states = [vars(module).get("state") for module in model.modules()]
     packed = [state for state in states if hasattr(state, "CB")]  # bitsandbytes moves 8-bit weights there as they run
     memo: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers(), *derived, *packed)}
-    copied: PreTrainedModel = copy_module(model, memo | weight_maps(model))
+    copied = copy_module(model, memo | weight_maps(model))
     for module in copied.modules():
         take_out_of_autocast(module)
     return copied
