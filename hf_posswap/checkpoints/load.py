@@ -288,11 +288,8 @@ def adapter_source(source: str | Path, **hub: Any) -> AdapterSource | None:
         return AdapterSource(named, config.get("revision"), False, _record_beside(source, named, hub))
     fields = {"version": int, "base": str | None, "base_is_swapped": bool, "record": dict}
     training = sidecar.pop("training", None)
-    good = (
-        set(sidecar) == set(fields)
-        and isinstance(training, dict | None)
-        and all(isinstance(sidecar[name], field_type) for name, field_type in fields.items())
-    )
+    good = set(sidecar) == set(fields) and isinstance(training, dict | None)
+    good = good and all(isinstance(sidecar[name], field_type) for name, field_type in fields.items())
     if not good or sidecar["version"] != SIDECAR_VERSION:
         raise RecordError(
             f"{SIDECAR} of {str(source)!r} must hold {', '.join(fields)}, of version {SIDECAR_VERSION}: update "

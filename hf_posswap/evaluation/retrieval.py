@@ -124,10 +124,8 @@ def retrieval_documents(
         [64]
     """
     plain = [tokens_after(tokenizer, f" {fact} ") for fact in facts]
-    beginning, once = (
-        tokenizer(filler, add_special_tokens=False, verbose=False)["input_ids"],
-        tokens_after(tokenizer, filler),
-    )
+    beginning = tokenizer(filler, add_special_tokens=False, verbose=False)["input_ids"]
+    once = tokens_after(tokenizer, filler)
     first, last = special_frame(tokenizer)
     random = np.random.default_rng((seed, length))
     documents = []
