@@ -56,6 +56,24 @@ def test_parameters_as_given_leaves_what_others_put_back_meanwhile(monkeypatch: 
     assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
+def test_copy_module() -> None:
+    """A forward put on an instance, over accelerate's or not, runs the copy and leaves the original alone."""
+    model = Doubled(2, 2)
+    original = model.forward
+    model.forward = lambda x: original(x) + 1  # type: ignore[method-assign]
+    shared = torch_modules.copy_module(model, {id(weight): weight for weight in model.parameters()})
+    apart = torch_modules.copy_module(model)
+    x = torch.ones(1, 2)
+    assert torch.equal(shared(x), model(x))
+    assert shared.weight is model.weight
+    before = model(x)
+    with torch.no_grad():
+        apart.weight.zero_()
+        apart.bias.zero_()
+    assert torch.equal(apart(x), torch.ones(1, 2))
+    assert torch.equal(model(x), before)
+
+
 def test_pre_hooks() -> None:
     module, order = nn.Linear(2, 2), []
     hooks = [lambda *_: order.append("first"), lambda *_: order.append("second")]
