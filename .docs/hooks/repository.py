@@ -26,6 +26,7 @@ PAGE_OF: dict[str, str] = {
     f"{_RESULTS}/real-model/beyond-16k.md": "results/real-model-16k.md",
     f"{_RESULTS}/real-model/beyond-32k.md": "results/real-model-32k.md",
     f"{_RESULTS}/real-model/tasks-16k.md": "results/real-model-tasks-16k.md",
+    f"{_RESULTS}/real-model/tasks-32k.md": "results/real-model-tasks-32k.md",
     f"{_RESULTS}/real-model/continuation.md": "results/real-model-continuation.md",
     f"{_RESULTS}/real-model/within.md": "results/real-model-within.md",
     "recipes/bench/results/dry_beside.md": "results/dry-beside.md",

@@ -57,7 +57,7 @@ def test_parameters_as_given_leaves_what_others_put_back_meanwhile(monkeypatch: 
 
 
 def test_copy_module() -> None:
-    """A forward put on an instance, over accelerate's or not, runs the copy and leaves the original alone."""
+    """A forward put on an instance runs the copy there, and leaves the original alone."""
     model = Doubled(2, 2)
     original = model.forward
     model.forward = lambda x: original(x) + 1  # type: ignore[method-assign]
