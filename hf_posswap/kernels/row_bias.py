@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,39 +68,37 @@ def linear_calls(slopes: Tensor, segments: Sequence[Segment], windows: Windows |
     """
 
     @functools.cache  # calls with the same bias object can be merged
-    def row(heads: tuple[int, int], start: int, stop: int, backwards: bool) -> Tensor:
+    def row(heads: tuple[int, int] | None, start: int, stop: int, backwards: bool) -> Tensor:
         # m j, [1, h, 1, stop - start]
         numbers = torch.arange(start, stop, dtype=slopes.dtype, device=slopes.device)
-        bias = slopes[None, slice(*heads), None, None] * numbers
+        bias = slopes[None, slice(*(heads or (None,))), None, None] * numbers
         return bias[..., 1:].flip(-1) if backwards else bias  # for `Call.flip`: without the first key
 
     calls: list[Call] = []
     for first, stop, keys in windows or ((0, len(slopes), _longest(segments)),):
         steepest = float(slopes[first:stop].detach().amax())  # a larger slope loses digits like a larger j
         block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), max(1, keys))
-        heads = _Heads((first, stop), None if (first, stop) == (0, len(slopes)) else (first, stop), keys)
-        calls += (call for segment in segments for call in _blocks(segment, block, heads, row))
+        heads = None if (first, stop) == (0, len(slopes)) else (first, stop)
+        calls += (call for segment in segments for call in _blocks(segment, block, heads, keys, row))
     return arranged(calls)
 
 
-class _Heads(NamedTuple):
-    """Consecutive heads that need equally many keys.
-
-    Attributes:
-        number: the first and the one after the last.
-        named: as `Call` has them.
-        keys: that they need before a block of queries.
-    """
-
-    number: tuple[int, int]
-    named: tuple[int, int] | None
-    keys: int
-
-
 def _blocks(
-    segment: Segment, block: int, heads: _Heads, row: Callable[[tuple[int, int], int, int, bool], Tensor]
+    segment: Segment,
+    block: int,
+    heads: tuple[int, int] | None,
+    keys: int,
+    row: Callable[[tuple[int, int] | None, int, int, bool], Tensor],
 ) -> Iterator[Call]:
-    """Yield the calls of `heads`; the keys of a block are counted from the last one that its first query sees."""
+    """Yield the calls of `heads`; the keys of a block are counted from the last one that its first query sees.
+
+    Args:
+        segment: the visible keys.
+        block: queries that count keys from the same one.
+        heads: as in `Call`.
+        keys: that these heads need before a block.
+        row: gives m j of heads, for j from one number to another.
+    """
     first, last = segment.first, segment.last
     step = block if first is None or last is None else max(1, min(block, last - first + 1))
     for start in range(*segment.queries, step):
@@ -112,10 +109,10 @@ def _blocks(
         for tile in tiles((start, stop), segment.keys, after, upto):
             low, high = tile.keys
             if tile.kind == "full" and high <= zero:
-                low = max(low, zero - heads.keys)
+                low = max(low, zero - keys)
             if low < high:
-                bias = row(heads.number, low - zero, high - zero, tile.kind == "above")
-                yield Call.of(tile._replace(keys=(low, high)), 0, segment.rows, heads=heads.named, bias=bias)
+                bias = row(heads, low - zero, high - zero, tile.kind == "above")
+                yield Call.of(tile._replace(keys=(low, high)), 0, segment.rows, heads=heads, bias=bias)
 
 
 def windows_of(query: Tensor, key: Tensor, slopes: Tensor, segments: Sequence[Segment], scaling: float) -> Windows:
@@ -133,8 +130,9 @@ def windows_of(query: Tensor, key: Tensor, slopes: Tensor, segments: Sequence[Se
     share, longest = query.shape[1] // key.shape[1], _longest(segments)
     sizes: list[int] = []
     for tokens in _needed(query, key, slopes, scaling):
-        power = max(SMALLEST, 1 << (max(1, tokens) - 1).bit_length())
-        sizes.append(min(longest, min(BLOCK, power) if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK))
+        in_blocks = -(-tokens // BLOCK) * BLOCK
+        power_of_two = max(SMALLEST, 1 << (max(1, tokens) - 1).bit_length())
+        sizes.append(min(longest, in_blocks, power_of_two if tokens <= BLOCK else in_blocks))
     runs: list[tuple[int, int, int]] = []
     for start in range(0, len(sizes), share):
         first = start

@@ -1,8 +1,8 @@
 """Continuous batching of a swapped model: supported where each request's positions can be known, else refused up front.
 
-transformers' paged cache gives attention the keys of many requests side by side. It says where those of each end, so
-that biases and several rotations know where its keys stand; angles that follow the length of a text are those of the
-longest request for all. Its worker thread hides errors, so unsupported models are refused before it starts.
+transformers' paged cache gives attention the keys of many requests side by side, and says where each request's keys
+end: so biases and several rotations know where keys stand. Angles that follow the length of a text would be the longest
+request's for all. A worker thread hides errors, so what is unsupported is refused before it starts.
 """
 
 from __future__ import annotations

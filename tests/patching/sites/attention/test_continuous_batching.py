@@ -18,6 +18,7 @@ from hf_posswap.families.locating import locate
 from hf_posswap.patching.edits import continuous_batching
 from hf_posswap.patching.edits.continuous_batching import why_not_paged
 from hf_posswap.patching.inspect.describe import stand_ins
+from hf_posswap.patching.sites.attention import backends
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.schemes.mechanism import Mechanism
 from tests.contract.models import build
@@ -127,6 +128,28 @@ def says_what_generate_says(model: Any) -> bool:
 def test_positions_of_cached_keys_are_each_request_s(scheme: Any, name: str) -> None:
     """A Mistral's paged cache holds as many keys as its window alone."""
     assert says_what_generate_says(swapped(scheme, name))
+
+
+@pytest.mark.skipif(not tells_paged_positions(), reason="transformers tells where cached keys stand from 5.19 on")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("scheme", "way"), [("alibi", "row_windowed"), ("t5", "hankel"), ("self_extend", "merge"), ("fire", "chunked")]
+)
+def test_long_prompts_take_the_fast_way(scheme: str, way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    attend = backends.WAYS[way]
+    monkeypatch.setitem(backends.WAYS, way, lambda request, pieces: taken.append(way) or attend(request, pieces))
+    model = build(name)
+    patch_model(model, scheme, max_length=2048, site="attention")
+    prompts = [words(1, length, seed=length)[0].tolist() for length in (700, 5, 420)]
+    with monkeypatch.context() as alone:
+        alone.setattr(backends, "MIN_QK_PAIRS", 2**40)  # generate reads by the formula
+        expected = [model.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :] for p in prompts]
+    assert not taken
+    config = ContinuousBatchingConfig(num_blocks=128, max_batch_tokens=2048)
+    found = model.generate_batch(prompts, SETTINGS, continuous_batching_config=config, warmup=False)
+    assert [request.generated_tokens for request in found.values()] == [tokens.tolist() for tokens in expected]
+    assert taken
 
 
 def test_a_scheme_for_causal_models_is_served() -> None:
