@@ -170,6 +170,20 @@ def let_class_choose_attention(model: PreTrainedModel) -> None:
         vars(model).pop(name, None)
 
 
+def let_choose_flash(model: PreTrainedModel, allowed: bool) -> bool:
+    """Have `model` refuse flash attention, or leave it to its class again; return whether it was a choice before.
+
+    Touches `PreTrainedModel._supports_flash_attn`, on the instance alone. Without it continuous batching on a GPU would
+    switch a model with a bias or several rotations to flash attention, and answer none of its requests.
+    """
+    before = bool(model._supports_flash_attn)
+    if allowed:
+        vars(model).pop("_supports_flash_attn", None)
+    else:
+        model._supports_flash_attn = False
+    return before
+
+
 _LONGROPE_BY_LAYER_TYPE = (5, 21)
 _any_release: ContextVar[bool] = ContextVar("_any_release", default=False)
 

@@ -251,3 +251,13 @@ def test_has_masked_keys() -> None:
     assert module.masked_key_indices is hidden
     assert not transformers_attention.has_masked_keys(module, 8, 8)  # a prefill
     assert module.masked_key_indices is None
+
+
+def test_let_choose_flash(llama: Any) -> None:
+    before = set(vars(llama))
+    assert transformers_attention.let_choose_flash(llama, False)
+    with pytest.raises(ValueError, match="Flash Attention"):
+        llama.set_attn_implementation("flash_attention_2")
+    assert not transformers_attention.let_choose_flash(llama, True)
+    assert llama._supports_flash_attn
+    assert set(vars(llama)) == before

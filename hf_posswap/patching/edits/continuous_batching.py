@@ -27,8 +27,13 @@ START = "init_continuous_batching"
 REFUSED = (
     "{model} was asked for continuous batching (generate_batch), and {why}. What works: generate; or a scheme that "
     "rotates keys by fixed angles before they are cached (rope, linear, yarn, llama3, xpos, nope); from transformers "
-    "5.19 on, with sdpa, also biases and several rotations by fixed angles (alibi, t5, self_extend)."
+    "5.19 on, with sdpa or eager, also biases and several rotations by fixed angles (alibi, t5, self_extend)."
 )
+
+
+def asks_where_keys_stand(mechanism: Mechanism) -> bool:
+    """Return whether attention with `mechanism` needs the positions of cached keys, not only those of new ones."""
+    return any(m.biases or m.splits for m in mechanism.modules() if isinstance(m, Mechanism))
 
 
 def why_not_paged(mechanism: Mechanism, arguments: Mapping[str, object] | None = None) -> str | None:
@@ -38,21 +43,16 @@ def why_not_paged(mechanism: Mechanism, arguments: Mapping[str, object] | None =
         mechanism: of a layer, or of all.
         arguments: of a call of an attention module; None: there is none yet.
     """
-    mechanisms = [module for module in mechanism.modules() if isinstance(module, Mechanism)]
-    if any(m.rotates and not m.stores_rotated_keys for m in mechanisms):
+    if any(m.rotates and not m.stores_rotated_keys for m in mechanism.modules() if isinstance(m, Mechanism)):
         return ONE_LENGTH
-    if not any(m.biases or m.splits for m in mechanisms):
-        return None
     unread = arguments is not None and arguments.get("block_table") is not None  # a kernel reads the keys
-    return KEYS_UNKNOWN if unread or not tells_paged_positions() else None
+    unknown = unread or not tells_paged_positions()
+    return KEYS_UNKNOWN if unknown and asks_where_keys_stand(mechanism) else None
 
 
-def refuse_continuous_batching(model: nn.Module, why: str) -> None:
-    """Make `model` refuse continuous batching, for the reason `why`."""
-    if hasattr(model, START):
+def refuse_continuous_batching(model: nn.Module, why: str | None) -> None:
+    """Make `model` refuse continuous batching, for the reason `why`; None: leave it to the class of `model` again."""
+    if why is None:
+        vars(model).pop(START, None)
+    elif hasattr(model, START):
         setattr(model, START, Refusal(type(model).__name__, why, REFUSED))
-
-
-def allow_continuous_batching(model: nn.Module) -> None:
-    """Restore continuous batching of the class of `model`."""
-    vars(model).pop(START, None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_posswap.compat.peft_wrappers import original_of
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.transformers_attention import let_choose_flash
 from hf_posswap.compat.transformers_calls import cache_view, find_cache, is_paged_cache, self_attention_cache
 from hf_posswap.errors import PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
@@ -18,7 +19,7 @@ from hf_posswap.families.modules import CarriedModule, by_name, entry_signature,
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.continuous_batching import (
     REFUSED,
-    allow_continuous_batching,
+    asks_where_keys_stand,
     refuse_continuous_batching,
     why_not_paged,
 )
@@ -308,6 +309,7 @@ class AddMechanism(PluginOnly, TouchesModule):
         model.set_submodule(self.path, mechanism)
         if (why := why_not_paged(mechanism)) is not None:
             refuse_continuous_batching(model, why)
+        saved["flash"] = asks_where_keys_stand(mechanism) and let_choose_flash(model, False)
         entry = model.get_submodule(self.entry)
         memos = ForwardMemos(drops_bias=self.drops_bias, source=self.position_source, padding_id=self.padding_id)
         signature = entry_signature(entry)
@@ -346,7 +348,9 @@ class AddMechanism(PluginOnly, TouchesModule):
         owner, leaf = owner_of(model, self.path)
         if saved.pop("added", False) and hasattr(owner, leaf):
             delattr(owner, leaf)
-        allow_continuous_batching(model)
+        refuse_continuous_batching(model, None)
+        if saved.pop("flash", False):
+            let_choose_flash(model, True)
 
     def check(self, model: PreTrainedModel) -> str | None:
         carried = model.get_submodule(self.path)

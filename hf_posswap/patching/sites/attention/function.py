@@ -58,6 +58,9 @@ if TYPE_CHECKING:
         settings: tuple[object, ...]
 
 
+WITH_SCORES = (None, "eager", "paged|eager", "sdpa")
+"""The implementations that take a bias in their mask, and whose scores a scheme may compute: "paged|eager" is eager's
+name in continuous batching."""
 # Code from a checkpoint has another name: several versions of the package may run in one process.
 ATTENTION_NAME = "posswap" if __name__.startswith("hf_posswap.") else f"posswap_{zlib.crc32(__name__.encode()):08x}"
 OPERATOR = f"{re.sub(r'[^A-Za-z0-9]+', '_', __name__)}::attend"
@@ -199,7 +202,7 @@ def _split(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in the pieces of a scheme, as the implementation called `name` would."""
-    if name not in (None, "eager", "sdpa"):
+    if name not in WITH_SCORES:
         raise UnsupportedSwapError(
             f"a scheme with split scores cannot run under attn_implementation={name!r}: it takes the scores over. "
             "Use model.set_attn_implementation('sdpa') or 'eager'."
@@ -276,7 +279,7 @@ def _with_bias(
     if name == "flex_attention":
         bias: Any = call.bias()
         return mask, {**kwargs, "position_bias": bias.to(query.dtype).expand(query.shape[0], -1, -1, -1)}
-    if name not in (None, "eager", "sdpa"):
+    if name not in WITH_SCORES:
         raise UnsupportedSwapError(
             f"a bias scheme cannot run under attn_implementation={name!r}: it has no place for a bias. "
             "Use model.set_attn_implementation('sdpa'), 'eager' or 'flex_attention'."

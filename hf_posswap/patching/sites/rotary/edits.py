@@ -10,7 +10,6 @@ from hf_posswap.families.rope_config import config_at
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.continuous_batching import (
     ONE_LENGTH,
-    allow_continuous_batching,
     refuse_continuous_batching,
 )
 from hf_posswap.patching.edits.edit import PluginOnly, Saved, TouchesNothing
@@ -73,7 +72,7 @@ class RebuildRotary(TouchesNothing):
 
     def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         restore_child(model, self.path, saved)
-        allow_continuous_batching(model)
+        refuse_continuous_batching(model, None)
 
     def check(self, model: PreTrainedModel) -> str | None:
         module = model.get_submodule(self.path)
@@ -143,7 +142,7 @@ class KeepRotary(PluginOnly, TouchesNothing):
     def undo(self, model: PreTrainedModel, saved: Saved) -> None:
         if "config" in saved:
             model.get_submodule(self.path).config = saved["config"]
-        allow_continuous_batching(model)
+        refuse_continuous_batching(model, None)
 
     def check(self, model: PreTrainedModel) -> str | None:
         rotary = model.get_submodule(self.path)

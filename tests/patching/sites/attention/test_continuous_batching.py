@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
 
 from hf_posswap import load, patch_model, swap_plan, unpatch_model
 from hf_posswap.compat.transformers_calls import tells_paged_positions
@@ -120,6 +121,28 @@ def says_what_generate_says(model: Any) -> bool:
         expected.append(out[0, len(prompt) :].tolist())
     found = model.generate_batch(PROMPTS, SETTINGS, continuous_batching_config=little, warmup=False)
     return [(request.error, request.generated_tokens) for request in found.values()] == [(None, e) for e in expected]
+
+
+@pytest.mark.skipif(not tells_paged_positions(), reason="transformers tells where cached keys stand from 5.19 on")
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
+def test_eager_attention_is_served_too(scheme: str) -> None:
+    model = swapped(scheme)
+    model.set_attn_implementation("eager")
+    assert says_what_generate_says(model)
+
+
+@pytest.mark.skipif(not tells_paged_positions(), reason="transformers tells where cached keys stand from 5.19 on")
+@pytest.mark.parametrize("scheme", ["alibi", "self_extend"])
+def test_where_there_is_flash_attention_it_is_not_switched_to(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes it where it finds it, which is a GPU's; here it is told that it is there."""
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
+    model = swapped(scheme)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert says_what_generate_says(twin)
+    unpatch_model(model)
+    assert model._supports_flash_attn
+    assert "_supports_flash_attn" not in vars(model)
+    assert swapped("rope")._supports_flash_attn
 
 
 @pytest.mark.skipif(not tells_paged_positions(), reason="transformers tells where cached keys stand from 5.19 on")
