@@ -179,7 +179,7 @@ def let_choose_flash(model: PreTrainedModel, allowed: bool) -> bool:
     before = bool(model._supports_flash_attn)
     if allowed:
         vars(model).pop("_supports_flash_attn", None)
-    else:
+    elif before:
         model._supports_flash_attn = False
     return before
 

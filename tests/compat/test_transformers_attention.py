@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posswap.compat import transformers_attention
@@ -261,3 +270,7 @@ def test_let_choose_flash(llama: Any) -> None:
     assert not transformers_attention.let_choose_flash(llama, True)
     assert llama._supports_flash_attn
     assert set(vars(llama)) == before
+    umt5 = UMT5EncoderModel(UMT5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    before = set(vars(umt5))
+    assert not transformers_attention.let_choose_flash(umt5, False)  # nor is it in its class
+    assert set(vars(umt5)) == before
