@@ -20,19 +20,21 @@ from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.names import candidate_names
 from hf_posswap.compat.accelerate_state import hook_of
 from hf_posswap.compat.peft_wrappers import adapters_at_work
-from hf_posswap.compat.torch_modules import copy_module
-from hf_posswap.compat.transformers_attention import attention_implementation
+from hf_posswap.compat.python_objects import packages_of
+from hf_posswap.compat.torch_modules import IDENTIFIED, copy_module, foreign_code
+from hf_posswap.compat.transformers_attention import attention_function, attention_implementation
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import lasting_values
 from hf_posswap.errors import DataError, OptionError, PosswapError
 from hf_posswap.evaluation.cost import choose_prefill
 from hf_posswap.evaluation.scoring import Reach, Scorer, reach_of
 from hf_posswap.patching.apply.patch_model import patch_model
+from hf_posswap.patching.apply.version_guard import package_digest
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import make_scheme, names_one_scheme
 from hf_posswap.text.tokens import load_tokenizer
-from hf_posswap.utils.digests import code_digests, plain_parts
+from hf_posswap.utils.digests import code_digests, json_digest, plain_parts
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import SWAP_OPTIONS
 from hf_posswap.utils.sentence_models import is_sentence_model
@@ -234,22 +236,26 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     most = longest if reach.limit is None else min(longest, reach.limit)
     prefill = choose_prefill(target, most, reach)
     scoring = Scorer(target, prefill=prefill) if reach.causal else None
-    patch = getattr(target, "_posswap", None)
+    patch, attention = getattr(target, "_posswap", None), attention_implementation(target.config)
+    classes = {cls for module in target.modules() for cls in type(module).__mro__ if issubclass(cls, torch.nn.Module)}
+    code = [package_digest(), *code_digests({cls.__module__ for cls in classes}).values()]
     identity = {
         "versions": {
             "hf_posswap": sys.modules[__name__.partition(".")[0]].__version__,
             "torch": torch.__version__,
             "transformers": transformers_version,
         },
+        "code": json_digest(sorted(code)),  # a checkout changes under one version
         "fingerprint": fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": attention_implementation(target.config),
+        "attention": attention,
         "device": target.device.type,
         "prefill": prefill,
     }
     # accelerate's hooks wrap the forward of the class
-    if any("forward" in vars(module) and hook_of(module) is None for module in target.modules()):
-        identity["forward put on an instance, of this run alone"] = uuid4().hex
+    put = any("forward" in vars(module) and hook_of(module) is None for module in target.modules())
+    if put or foreign_code(target) or packages_of(attention_function(attention, None)) - IDENTIFIED:
+        identity["code put in at run time, of this run alone"] = uuid4().hex
     return Subject(name, target, scoring, reach, patch.plan if patch else None, identity)
 
 

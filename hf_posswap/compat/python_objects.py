@@ -70,6 +70,26 @@ def can_be_suspended(frame: FrameType) -> bool:
     return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
 
 
+def packages_of(function: object) -> set[str]:
+    """Return the top-level packages that `function` is code of: its own, and those of the functions that it wraps.
+
+    A function is of the package that its global names are in, whatever `functools.wraps` says; an object that can be
+    called is of that of its class. Touches `__globals__`, `__func__` and `__wrapped__`, which the language reference
+    documents (Python 3.11 to 3.13).
+
+    Example:
+        >>> packages_of(inspect.getsource), packages_of(functools.partial(print))
+        ({'inspect'}, {'functools'})
+    """
+    packages = set()
+    while function is not None:
+        plain = getattr(function, "__func__", function)
+        names = plain.__globals__ if isinstance(plain, FunctionType) else {"__name__": type(plain).__module__}
+        packages.add(names.get("__name__", "").partition(".")[0])
+        function = getattr(plain, "__wrapped__", None)
+    return packages
+
+
 def rebound(function: object, copies: Mapping[int, object], _above: tuple[int, ...] = ()) -> Any:
     """Return `function` with what it holds of copied objects _exchanged for the copies; itself if it holds none.
 

@@ -6,15 +6,18 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.accelerate_state import rebind_wrapped_forward
-from hf_posswap.compat.python_objects import rebound
+from hf_posswap.compat.python_objects import packages_of, rebound
 
 _Module = TypeVar("_Module", bound=nn.Module)
+IDENTIFIED = {"torch", "transformers", "hf_posswap", "accelerate", "peft", "contextlib"}
+"""Packages whose code in a model is known by its classes, its weights and its config."""
 
 
 class TensorHooks(nn.Module):
@@ -93,6 +96,22 @@ def pre_hooks(module: nn.Module) -> list[Callable[..., object]]:
     none. Without it `verify_swap` cannot tell whether the hooks of a swap are still there.
     """
     return list(module._forward_pre_hooks.values())
+
+
+def foreign_code(model: nn.Module) -> list[object]:
+    """Return what was put into `model` or its classes at run time, unless it is code of the packages in `IDENTIFIED`.
+
+    These are hooks on a module, and functions in a class of these packages. A hook of torch's pruning, of accelerate or
+    of PEFT computes what weights and config say.
+
+    Touches `Module._forward_hooks` and `Module._forward_pre_hooks` (torch 2.6 to 2.13), and the dict of a class.
+    Without it the kept numbers of a model serve for the same weights with other code.
+    """
+    modules = list(model.modules())
+    hooks = [hook for each in modules for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())]
+    classes = {cls for each in modules for cls in type(each).__mro__ if cls.__module__.partition(".")[0] in IDENTIFIED}
+    functions = [each for cls in classes for each in vars(cls).values() if isinstance(each, FunctionType)]
+    return [each for each in (*hooks, *functions) if packages_of(each) - IDENTIFIED]
 
 
 def computes(function: str) -> bool:

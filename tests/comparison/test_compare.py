@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import json
 import math
 import re
-from collections.abc import Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import (
+    AttentionInterface,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -36,6 +41,7 @@ from hf_posswap.comparison import (
     DEFAULT_METRICS,
     Candidate,
     EvalSettings,
+    candidates,
     compare,
     evaluate,
     measures,
@@ -44,6 +50,7 @@ from hf_posswap.comparison import (
 from hf_posswap.comparison.candidates import fingerprint, shell_of
 from hf_posswap.comparison.tables import grid_of
 from hf_posswap.comparison.work import ProgressEstimator
+from hf_posswap.compat.transformers_attention import register_attention_function
 from hf_posswap.errors import (
     CheckpointError,
     DataError,
@@ -151,11 +158,14 @@ def watched_llama() -> tuple[PreTrainedModel, list[int]]:
         torch.nn.init.normal_(parameter, std=0.3)
     reads: list[int] = []
 
-    def note(module: object, args: object, kwargs: dict[str, Any]) -> None:
-        if kwargs["input_ids"].shape[1] > 16:
-            reads.append(kwargs["input_ids"].shape[1])
+    class Watched(LlamaModel):
+        @functools.wraps(LlamaModel.forward)
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            if input_ids.shape[1] > 16:
+                reads.append(input_ids.shape[1])
+            return super().forward(input_ids, **kwargs)
 
-    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    model.base_model.__class__ = Watched
     return model, reads
 
 
@@ -249,12 +259,47 @@ def test_what_another_version_of_the_package_measured_is_not_reused(
     assert counts[1] == counts[0] < counts[2]
 
 
-def test_a_forward_put_on_an_instance_is_measured_in_each_run(tmp_path: Path) -> None:
+def scaled_attention(attend: Callable[..., Any], factor: int, *args: Any, **kwargs: Any) -> Any:
+    output, weights = attend(*args, **kwargs)
+    return factor * output, weights
+
+
+def test_what_other_code_of_the_package_or_of_a_class_measured_is_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reads = watched_llama()
+    how: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "pictures": False, "metrics": "ppl_prefix"}
+    counts, module = [], types.ModuleType("modeling_mine")
+    module.__file__ = str(tmp_path / "modeling_mine.py")
+    monkeypatch.setitem(sys.modules, "modeling_mine", module)
+    monkeypatch.setattr(type(model), "__module__", "modeling_mine")
+    for package, own in [("a", "1"), ("a", "1"), ("b", "1"), ("b", "1"), ("b", "2"), ("a", "1")]:
+        monkeypatch.setattr(candidates, "package_digest", lambda package=package: package)
+        Path(module.__file__).write_text(own)
+        compare([model], lengths=[128], out=tmp_path / "out", **how)
+        counts.append(reads.count(127))
+    assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4] == counts[5]
+
+
+@pytest.mark.parametrize("place", ["instance", "hook", "class", "attention"])
+def test_code_put_in_at_run_time_is_measured_in_each_run(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = watched_llama()
     how: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "pictures": False, "metrics": "ppl_prefix"}
     layer, perplexities = model.get_submodule("model.layers.0.mlp"), []
+    forward, attend = type(layer).forward, AttentionInterface()["sdpa"]
     for factor in (1, 0, 1, 2):
-        layer.forward = lambda states, factor=factor: factor * type(layer).forward(layer, states)
+        if place == "instance":
+            layer.forward = lambda states, factor=factor: factor * forward(layer, states)
+        if place == "hook":
+            layer.register_forward_hook(lambda *call, factor=factor: factor * forward(layer, *call[1]))
+        if place == "class":
+            monkeypatch.setattr(type(layer), "forward", lambda self, x, factor=factor: factor * forward(self, x))
+        if place == "attention":
+            scaled = functools.partial(scaled_attention, attend, factor)
+            register_attention_function("scaled", scaled)
+            model.config._attn_implementation = "scaled"
         found = compare([model], lengths=[128], out=tmp_path, **how)
         perplexities.append([m["ppl_prefix"][0]["perplexity"] for m in found.results["models"].values()])
     assert perplexities[0] == perplexities[2]
@@ -533,9 +578,9 @@ def test_models_of_different_tokenizers_are_refused_however_they_are_given(tmp_p
     folders = [str(tmp_path / name) for name in ("bytes", "other")]
     first, second = (hf_posswap.load(folder) for folder in folders)
     arguments: dict[str, Any] = {"documents": TEXTS, "lengths": 32, "metrics": "ppl_prefix"}
-    for candidates in (folders, [first, folders[1]], [folders[0], second], [first, Candidate(second, name="second")]):
+    for models in (folders, [first, folders[1]], [folders[0], second], [first, Candidate(second, name="second")]):
         with pytest.raises(DataError, match=r"have different tokenizers: their losses per token cannot be compared"):
-            compare(candidates, **arguments)
+            compare(models, **arguments)
     second.config.name_or_path = "a folder that is gone"
     compare([folders[0], second], **arguments)
 

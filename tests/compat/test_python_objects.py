@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import gc
+import json
 import sys
 import threading
 import types
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_posswap.compat.python_objects import can_be_suspended, rebound, self_of, stacks_of_threads
+from hf_posswap.compat.python_objects import can_be_suspended, packages_of, rebound, self_of, stacks_of_threads
 from hf_posswap.patching.verify.verify_swap import copy_sharing_weights
 from tests.training.tiny_models import tiny
 
@@ -66,6 +67,17 @@ def steps() -> Iterator[tuple[Steps, FrameType]]:
     yield steps, frame
     steps.go.release()
     thread.join(60)
+
+
+def test_packages_of() -> None:
+    def mine() -> None: ...
+
+    assert packages_of(mine) == {"tests"}
+    assert packages_of(torch.no_grad()(mine)) == {"torch", "tests"}
+    assert packages_of(functools.wraps(json.dumps)(mine)) == {"json", "tests"}
+    assert packages_of(Steps().wait) == packages_of(Steps()) == {"tests"}
+    assert packages_of(json.dumps) == {"json"}
+    assert packages_of(None) == set()
 
 
 def test_self_of_leaves_nothing_in_the_frame(steps: tuple[Steps, FrameType]) -> None:

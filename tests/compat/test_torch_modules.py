@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
 
 from hf_posswap.compat import torch_modules
 
@@ -83,6 +85,22 @@ def test_pre_hooks() -> None:
     assert order == ["first", "second"]
     handles[0].remove()
     assert torch_modules.pre_hooks(module) == hooks[1:]
+
+
+def test_foreign_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Doubled(2, 2))
+    prune.l1_unstructured(module[0], "weight", amount=1)
+    assert torch_modules.foreign_code(module) == []
+    hook = functools.partial(print)
+    for register in (module[1].register_forward_hook, module[0].register_forward_pre_hook):
+        with register(hook):
+            assert torch_modules.foreign_code(module) == [hook]
+    forward = nn.Linear.forward
+    for mine in (functools.wraps(forward)(lambda self, x: x), torch.no_grad()(lambda self, x: x)):
+        monkeypatch.setattr(nn.Linear, "forward", mine)
+        assert torch_modules.foreign_code(module) == [mine]
+    monkeypatch.undo()
+    assert torch_modules.foreign_code(module) == []
 
 
 def test_give_class() -> None:

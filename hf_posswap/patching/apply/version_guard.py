@@ -203,13 +203,13 @@ def _identity(cls: type, tiny: PreTrainedConfig, plan: SwapPlan) -> dict[str, ob
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "python": sys.version.partition(" ")[0],
-        "hf_posswap": _code_digest(),
+        "hf_posswap": package_digest(),
         "own schemes": code_digests(sorted({*(plan.record.imports or {}).values()})),
     }
 
 
 @functools.cache
-def _code_digest() -> str:
+def package_digest() -> str:
     """Return a digest of this package's code, or of the code that came with a checkpoint."""
     here = Path(__file__).resolve()
     installed = __name__.startswith("hf_posswap.")
