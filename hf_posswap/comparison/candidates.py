@@ -137,7 +137,7 @@ class Subject:
     Attributes:
         name: the label in results.
         model: the model in eval mode.
-        scoring: its scorer, with chunked prefill if the longest length needs it; None for a model that is not causal.
+        scoring: its scorer, with chunked prefill if the longest length needs it; None for a model with an encoder.
         reach: the lengths that it can run.
         plan: its swap plan, or None.
         identity: everything that its numbers depend on, as JSON data.
@@ -158,7 +158,8 @@ class Subject:
             DataError: the model is not causal.
         """
         if self.scoring is None:
-            raise DataError(f"{type(self.model).__name__} is bidirectional: this metric is for causal models.")
+            how = "has an encoder" if self.model.config.is_encoder_decoder else "is bidirectional"
+            raise DataError(f"{type(self.model).__name__} {how}: this metric is for causal models.")
         return self.scoring
 
 

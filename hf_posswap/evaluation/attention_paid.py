@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,8 +116,6 @@ def attention_by_distance(model: PreTrainedModel, tokens: np.ndarray, *, most_by
         raise DataError(f"tokens are ids [B, N], rows of at least 2 tokens, got {tuple(ids.shape)}.")
     check_reads_text(target)
     reach, length = reach_of(target), ids.shape[1]
-    if target.config.is_encoder_decoder:  # its encoder reads the text: it is bidirectional, and reads it whole
-        reach = replace(reach, causal=False, prefix_consistent=False)
     if reach.limit is not None and length > reach.limit:
         raise PositionRangeError(f"{type(target).__name__} ends at {reach.limit} tokens, and the texts have {length}.")
     chunk_size = _chunk_size(target, length, reach, most_bytes)

@@ -83,7 +83,7 @@ def masked_losses(
         batch_tokens: maximum tokens of one forward.
 
     Raises:
-        DataError: the tokenizer has no mask token, or the model returns no logits for each token.
+        DataError: the tokenizer has no mask token, or the model has a decoder or returns no logits for each token.
         NumericError: a loss is not finite, or too large for a perplexity.
 
     Example:
@@ -95,6 +95,8 @@ def masked_losses(
         >>> masked_losses(model, tokenizer, np.array([5, 6, 5]), mask_groups(3, share=0.0)).shape
         (3,)
     """
+    if model.config.is_encoder_decoder:
+        raise DataError(f"{type(model).__name__} predicts tokens with a decoder: it is no masked language model.")
     if tokenizer.mask_token_id is None:
         raise DataError(
             f"{type(tokenizer).__name__} has no mask token: it is not the tokenizer of a masked language model."

@@ -53,7 +53,7 @@ class Reach(ResultView):
         prefix_consistent: whether logits at t depend only on tokens up to t, not on the total length: then one forward
             gives the losses of every prefix, and a chunked prefill with a cache equals a full one.
         why: the reason for `prefix_consistent`.
-        causal: whether tokens attend only to earlier tokens.
+        causal: whether tokens attend only to earlier tokens. False for an encoder-decoder: its encoder reads the text.
     """
 
     limit: int | None
@@ -79,12 +79,12 @@ def reach_of(model: PreTrainedModel) -> Reach:
         Reach(limit=8, window=8, prefix_consistent=True, why='a learned table', causal=True)
     """
     model = unwrap(model)
-    patch = getattr(model, "_posswap", None)
+    patch, decodes = getattr(model, "_posswap", None), not model.config.is_encoder_decoder
     if patch is not None:
         plan = patch.plan
         limit = None if plan.unbounded else plan.max_length
         g = plan.sites.geometry
-        causal = g.causal and causal_by_config(model.config.get_text_config()) is not False
+        causal = decodes and g.causal and causal_by_config(model.config.get_text_config()) is not False
         return Reach(limit, g.original_length, plan.cached_equals_full and causal, "the plan of its swap", causal)
     try:
         report = describe_positions(model)
@@ -94,9 +94,9 @@ def reach_of(model: PreTrainedModel) -> Reach:
             int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0),
             False,
             "no family describes it",
-            bool(model.can_generate()),
+            decodes and bool(model.can_generate()),
         )
-    causal, stacks = report.geometry.causal, family_of(model.config).parts
+    causal, stacks = decodes and report.geometry.causal, family_of(model.config).parts
     if report.sites["embedding"] != "-":
         modules = {name for name, _ in model.named_modules()}  # CTRL's rows are a buffer, which ends
         computed = all(stack.table is None or stack.table.computed for stack in stacks)
@@ -173,7 +173,7 @@ class Scorer:
         if model.get_output_embeddings() is None:
             raise DataError(f"{type(model).__name__} has no output head to score tokens with: load it as a causal LM.")
         reach = reach_of(model)
-        if not reach.causal or model.config.is_encoder_decoder:
+        if not reach.causal:
             raise DataError(
                 f"{type(model).__name__} is bidirectional or has an encoder, so it has no next-token loss. Measure an "
                 "encoder with masked_losses or retrieval_at_length."

@@ -6,6 +6,7 @@ import copy
 import csv
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
 )
 
 from hf_posswap import patched
@@ -67,6 +71,22 @@ def test_retrieval_is_measured_anew_with_a_tokenizer_that_spells_keys_otherwise(
     ]
     first, again, fresh = (run.results["models"]["BertForMaskedLM+rope"]["retrieval"] for run in found)
     assert again == fresh != first
+
+
+def test_an_encoder_decoder_is_measured_by_its_encoder() -> None:
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    whole = T5ForConditionalGeneration(T5Config(vocab_size=len(VOCABULARY), **shape)).eval()
+    encoder = T5EncoderModel(copy.deepcopy(whole.config)).eval()
+    encoder.load_state_dict(whole.state_dict(), strict=False)
+    how: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "lengths": [64, 128]}
+    expected, found = (list(evaluate(m, "rope", **how).results["models"].values()) for m in (encoder, whole))
+    for alone, inside in zip(expected, found, strict=True):
+        assert inside["retrieval"] == alone["retrieval"]
+        assert inside.get("vectors") == alone.get("vectors")
+        assert "it is no masked language model" in inside["not_measured"]["mlm_pos"]
+    assert found[1]["vectors"][0]["cosine"] < 0.999
+    (native, _) = evaluate(whole, "rope", metrics="ppl_prefix", **how).results["models"].values()
+    assert "has an encoder: this metric is for causal models" in native["not_measured"]["ppl_prefix"]
 
 
 def test_the_metrics_of_an_encoder_are_chosen_for_it() -> None:
