@@ -36,7 +36,8 @@ class AppliedSwap:
             not restore the original.
         guard: handle of the hook that refuses to save an enclosing model without the record.
         sequence_lengths: `max_seq_length` of the SentenceTransformer around the model, before the swap and as the swap
-            set it; None: the model was swapped by itself, or the swap left the length as it was.
+            set it, and the modules whose `config_keys` the swap made hold it, by path; None: the model was swapped by
+            itself, or the swap left the length as it was.
         swapped_config: a copy of the config as the swap left it, by which later changes are seen; None: the swap was
             not completed.
     """
@@ -47,7 +48,7 @@ class AppliedSwap:
     offloaded: list[OffloadAgain] = field(default_factory=list)
     fitted: bool = False
     guard: RemovableHandle | None = None
-    sequence_lengths: tuple[int | None, int] | None = None
+    sequence_lengths: tuple[int | None, int, list[str]] | None = None
     swapped_config: PreTrainedConfig | None = None
 
     @property

@@ -62,6 +62,8 @@ from hf_posswap.utils.sentence_models import is_sentence_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_LENGTH_KEY = "max_seq_length"
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -127,11 +129,12 @@ def patch_model(
 def _set_sequence_length(owner: Any, target: PreTrainedModel, length: int) -> None:
     """Have the SentenceTransformer `owner` of the swapped `target` read `length` tokens; on an error, undo the swap."""
     try:
-        applied_swap(target).sequence_lengths = (owner.max_seq_length, length)
+        modules = [(path, each) for path, each in owner.named_modules() if hasattr(each, "max_seq_length")]
+        unsaved = [path for path, each in modules if _LENGTH_KEY not in getattr(each, "config_keys", [_LENGTH_KEY])]
+        applied_swap(target).sequence_lengths = (owner.max_seq_length, length, unsaved)
         owner.max_seq_length = length
-        for module in owner.modules():  # else a save leaves it out, and texts are cut at max_position_embeddings again
-            if hasattr(module, "config_keys") and hasattr(module, "max_seq_length"):
-                module.config_keys = list(dict.fromkeys([*module.config_keys, "max_seq_length"]))
+        for module in map(owner.get_submodule, unsaved):  # else texts are cut at max_position_embeddings after a save
+            module.config_keys = [*module.config_keys, _LENGTH_KEY]
     except BaseException:
         _undo(target, applied_swap(target), owner)
         raise
@@ -239,9 +242,11 @@ def unpatch_model(model: M) -> M:
         _refuse_removed_layers(target, patch)
         _undo(target, patch, owner=model)
         if patch.sequence_lengths is not None and is_sentence_model(model):
-            before, swapped = patch.sequence_lengths
-            for module in model.modules():
-                vars(module).pop("config_keys", None)
+            before, swapped, unsaved = patch.sequence_lengths
+            for module in map(model.get_submodule, unsaved):
+                keys = [key for key in vars(module).pop("config_keys", []) if key != _LENGTH_KEY]
+                if keys != module.config_keys:  # that of the class
+                    vars(module)["config_keys"] = keys
             if model.max_seq_length == swapped:  # it was not set since
                 model.max_seq_length = before
     return model

@@ -89,6 +89,17 @@ def test_the_length_stays_where_the_swap_or_the_user_leaves_it() -> None:
         assert model.max_seq_length == swap_plan(model).max_length == 4 * 512
 
 
+@pytest.mark.parametrize("keys", [None, ["processor_kwargs", "mine"], ["max_seq_length"]])
+def test_what_the_user_has_sentence_transformers_save_stays(keys: list[str] | None) -> None:
+    model = sentences()
+    if keys is not None:
+        model[0].config_keys = keys
+    before = dict(vars(model[0]))
+    with patched(model, "rope", max_length=1024):
+        assert model[0].config_keys.count("max_seq_length") == 1
+    assert vars(model[0]) == before
+
+
 def test_a_swap_that_cannot_set_the_length_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sentences()
     native = vectors(model, LINES[:1])
