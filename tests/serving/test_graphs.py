@@ -243,6 +243,15 @@ def test_longrope_with_the_angles_of_a_short_text_is_refused(tmp_path: Path, mon
     assert not (tmp_path / "m.pt2").exists()
 
 
+def test_a_graph_of_torch_that_holds_for_some_lengths_is_refused(tmp_path: Path) -> None:
+    config = transformers.MptConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=64, expansion_ratio=2)
+    transformers.MptForCausalLM(config).save_pretrained(tmp_path / "mpt")  # its own code compares the length with 64
+    with pytest.raises(SwapVerificationError, match="runs at some lengths only, .* 'onnx' may serve all: Guard failed"):
+        export(str(tmp_path / "mpt"), "torch", tmp_path / "m.pt2")
+    assert not (tmp_path / "m.pt2").exists()
+    assert "alone and padded on either side" in str(export(str(tmp_path / "mpt"), "onnx", tmp_path / "m.onnx"))
+
+
 @pytest.mark.slow
 def test_weights_too_large_for_the_file_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_posswap.checkpoints.exports.graph_file.LARGEST", 0)
