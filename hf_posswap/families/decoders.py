@@ -14,6 +14,7 @@ from hf_posswap.families.base import (
     AttentionTraits,
     Family,
     NativeScheme,
+    PositionSource,
     StackSpec,
     TableSpec,
     register,
@@ -91,6 +92,10 @@ _ROTARY_INSIDE = AttentionTraits(
     _rotary_inside, positions=_interleaved, scheme="rope", angles="rotary_emb", bounded=True
 )
 """Of GPT-J and CodeGen: before 5.24 each attention module has its angles, since then the base model."""
+
+
+def _counted_by_falcon(config: PreTrainedConfig) -> PositionSource:
+    return "mask" if config.alibi else "arange"
 
 
 def _rotary_falcon(root: Any) -> list[str]:
@@ -226,7 +231,7 @@ register(
                     scheme="alibi",
                     switch=("", "use_alibi"),
                 ),
-                position_source=lambda config: "mask" if config.alibi else "arange",
+                position_source=_counted_by_falcon,
             ),
         ),
     )

@@ -320,6 +320,10 @@ register(
 # put inside attention, so swaps that need it are refused.
 
 
+def _xlm_causal(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "causal", False))
+
+
 register(
     Family(
         name="xlm",
@@ -330,7 +334,7 @@ register(
                 "",
                 "attentions.*",
                 table=TableSpec("position_embeddings", buffers=("position_ids",)),
-                traits=AttentionTraits(causal=lambda config: bool(getattr(config, "causal", False))),
+                traits=AttentionTraits(causal=_xlm_causal),
             ),
         ),
     )
