@@ -273,9 +273,9 @@ def test_what_other_code_of_the_package_or_of_a_class_measured_is_not_reused(
     module.__file__ = str(tmp_path / "modeling_mine.py")
     monkeypatch.setitem(sys.modules, "modeling_mine", module)
     monkeypatch.setattr(type(model), "__module__", "modeling_mine")
-    for package, own in [("a", "1"), ("a", "1"), ("b", "1"), ("b", "1"), ("b", "2"), ("a", "1")]:
+    for package, code in [("a", "1"), ("a", "1"), ("b", "1"), ("b", "1"), ("b", "2"), ("a", "1")]:
         monkeypatch.setattr(candidates, "package_digest", lambda package=package: package)
-        Path(module.__file__).write_text(own)
+        Path(module.__file__).write_text(code)
         compare([model], lengths=[128], out=tmp_path / "out", **how)
         counts.append(reads.count(127))
     assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4] == counts[5]

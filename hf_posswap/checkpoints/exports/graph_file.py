@@ -258,10 +258,10 @@ def ran_alike(
         outputs = _outputs_of(path, signature, [trial.together() for trial in batches])
     except Exception as error:  # each runtime has its own errors
         reason = said_by(error).rstrip(".")
-        what = "does not run"
+        failure = "does not run"
         if "Guard failed" in reason:  # torch.export made a condition of the traced length
-            what = "runs at some lengths only, as the model's own code asks for the length; 'onnx' may serve all"
-        raise SwapVerificationError(f"the graph {what}: {reason}. Nothing was written.") from error
+            failure = "runs at some lengths only, as the model's own code asks for the length; 'onnx' may serve all"
+        raise SwapVerificationError(f"the graph {failure}: {reason}. Nothing was written.") from error
     for trial, batch_outputs, texts in zip(batches, outputs, expected, strict=True):
         distances[trial.side] = max(distances[trial.side], _apart(trial, batch_outputs, texts, signature.outputs))
     if not distances["right"] <= bound:  # a NaN too
