@@ -253,14 +253,10 @@ def _widening(operator: OpOverload, thread: int) -> Callable[..., object]:
         with torch._C._ExcludeDispatchKeyGuard(beneath):
             here = threading.get_ident() == thread
             if here and not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-                args, kwargs = tree_map_only(Tensor, _float32, (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in _HALF else x, (args, kwargs))
             return operator(*args, **kwargs)
 
     return _widened
-
-
-def _float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 _GROUPS_ON_CPU = torch.__version__ >= "2.13"  # asked once: torch.compile traces no comparison of versions

@@ -8,7 +8,6 @@ text tower's, not the whole model's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -35,6 +34,14 @@ ATTENTION_PROVED = frozenset(
 slow test runs every class of them."""
 
 
+def _has_rope(module: nn.Module) -> bool:
+    return bool(module.use_rope)
+
+
+def _is_local(module: nn.Module) -> bool:
+    return bool(module.is_local_attention)
+
+
 def _is_windowed(module: nn.Module) -> bool:
     return module.sliding_window is not None
 
@@ -48,11 +55,11 @@ def _is_windowed_where_some_are(module: Any) -> bool:
 
 
 ROTATES: dict[str, Callable[[nn.Module], bool]] = {
-    "afmoe": attrgetter("is_local_attention"),
+    "afmoe": _is_local,
     **dict.fromkeys(("cohere2", "flint", "lara_mini"), _is_windowed),
     "cohere2_moe": _is_windowed_or_forced,
     **dict.fromkeys(("exaone4", "exaone_moe"), _is_windowed_where_some_are),
-    **dict.fromkeys(("llama4_text", "smollm3"), attrgetter("use_rope")),
+    **dict.fromkeys(("llama4_text", "smollm3"), _has_rope),
 }
 """For model types where not all layers rotate: whether an attention module does, as its forward decides."""
 

@@ -81,10 +81,6 @@ def check_record(values: dict[str, Any]) -> None:
         _check_scheme(scheme, f"stacks.{name}", 1, imports)
 
 
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LONGEST
-
-
 def _is_image_size(value: object) -> bool:
     sides = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
     return all(type(side) is int and 1 <= side < ROW_STRIDE for side in sides)
@@ -96,7 +92,10 @@ def _is_stacks(value: Any) -> bool:
 
 
 _Rule = tuple[Callable[[Any], bool], str]
-_LENGTH: _Rule = (_is_length, f"a whole number of tokens from 1 to {LONGEST}")
+_LENGTH: _Rule = (
+    lambda value: type(value) is int and 1 <= value <= LONGEST,
+    f"a whole number of tokens from 1 to {LONGEST}",
+)
 _FIELDS: dict[str, _Rule] = {
     "scheme": (lambda value: isinstance(value, dict), "an object, as Scheme.to_dict writes it"),
     "route": (lambda value: value in ("native", "plugin"), "'native' or 'plugin'"),
