@@ -31,6 +31,7 @@ from hf_posswap.training.engine.trainer import (
     BlendScheduleCallback,
     LossExplosionCallback,
     PosswapTrainer,
+    StopAtSigterm,
     StopWhenRecovered,
     stage_done_at,
     stop_at_sigterm,
@@ -145,9 +146,9 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         of = f" of {phase.name}" if phase.name else ""
         run.say(f"resuming after step {step_of(checkpoint)} of {trainer.args.max_steps}{of}, from {checkpoint}")
     try:
-        with stop_at_sigterm(trainer) if recipe.training.enable_jit_checkpoint else nullcontext():
+        with stop_at_sigterm(trainer) if recipe.training.enable_jit_checkpoint else nullcontext() as stop:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            _end_unfinished(trainer)  # here, where a second SIGTERM does not end the writing
+            _end_unfinished(trainer, stop)  # here, where a second SIGTERM does not end the writing
     finally:
         watch.close()
     steps = trainer.state.global_step
@@ -168,10 +169,11 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     return result
 
 
-def _end_unfinished(trainer: PosswapTrainer) -> None:
-    """If the training stopped before its last step, write a checkpoint of where it stopped, and raise."""
+def _end_unfinished(trainer: PosswapTrainer, stop: StopAtSigterm | None) -> None:
+    """If the training was asked to stop, be it in its last step, write a checkpoint of where it stopped, and raise."""
     steps = trainer.state.global_step
-    if steps >= trainer.args.max_steps or stage_done_at(trainer.state) is not None:
+    is_asked = stop is not None and stop.is_asked()
+    if not is_asked and (steps >= trainer.args.max_steps or stage_done_at(trainer.state) is not None):
         return
     if not any(step_of(path) == steps and (path / SEAL).is_file() for path in checkpoints_in(trainer.folder)):
         trainer.save_checkpoint()

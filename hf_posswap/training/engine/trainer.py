@@ -146,17 +146,21 @@ class StopAtSigterm(TrainerCallback):
     accelerator: Accelerator
     received: list[int] = field(default_factory=list)
 
+    def is_asked(self) -> bool:
+        """Return whether any process received SIGTERM; every process must call it."""
+        signals = torch.tensor(len(self.received), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(signals))  # the sum over processes, which would otherwise stop elsewhere
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        signals = torch.tensor(len(self.received), device=self.accelerator.device)
-        if int(self.accelerator.reduce(signals)):  # the sum over processes, which would otherwise stop at other steps
+        if self.is_asked():
             control.should_training_stop = True
 
 
 @contextmanager
-def stop_at_sigterm(trainer: PosswapTrainer) -> Iterator[None]:
-    """Have SIGTERM stop the training of `trainer` after a whole step, within the block.
+def stop_at_sigterm(trainer: PosswapTrainer) -> Iterator[StopAtSigterm]:
+    """Have SIGTERM stop the training of `trainer` after a whole step, within the block, and give what notes it.
 
     Raises:
         ConfigError: this is no main thread, and Python gives signals to that alone.
@@ -170,7 +174,7 @@ def stop_at_sigterm(trainer: PosswapTrainer) -> Iterator[None]:
     trainer.add_callback(stop)
     signal.signal(signal.SIGTERM, lambda number, _: stop.received.append(number))
     try:
-        yield
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 

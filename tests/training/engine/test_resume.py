@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import random
@@ -41,6 +42,7 @@ from hf_posswap.training.engine.checkpoints import (
     take_place,
 )
 from hf_posswap.training.engine.log import RunLog
+from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.utils.progress import Reporter
 from tests import forked
 from tests.training.engine_runs import assert_same_weights, recipe, trained
@@ -187,6 +189,29 @@ def test_a_training_that_sigterm_ends_is_not_taken_for_a_finished_one_and_ends_w
     assert steps == list(range(1, 13))
     assert_same_weights(done, whole)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("call", "number"), [("compute_loss", 3), ("write_checkpoint", 1)])
+def test_sigterm_in_the_last_step_of_a_stage_or_while_it_is_saved_begins_no_further_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    values = {"stages": [{"max_steps": 3}, {"max_steps": 2}]}
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), **values)
+    wanted = recipe(tmp_path, "training.enable_jit_checkpoint=true", **values)
+    calls, inherited = itertools.count(1), getattr(PosswapTrainer, call)
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return inherited(*args, **kwargs)
+
+    monkeypatch.setattr(PosswapTrainer, call, asked)
+    with pytest.raises(TrainingError, match=r"after step 3 of 3.*checkpoint-3"):
+        run_recipe(wanted)
+    assert not list(Path(wanted.out).rglob("done.json"))
+    done = run_recipe(wanted)
+    assert [phase["steps"] for phase in done.report["phases"]] == [3, 2]
+    assert_same_weights(done, whole)
 
 
 def test_sigterm_is_refused_in_a_thread_that_gets_no_signals(tmp_path: Path) -> None:
