@@ -38,7 +38,7 @@ from hf_posswap.errors import (
 )
 from hf_posswap.schemes import Linear
 from hf_posswap.training import byte_tokenizer
-from hf_posswap.training.search import LongRopeSearch, search_longrope
+from hf_posswap.training.search import LongRopeSearch, longrope, search_longrope
 from tests import forked
 from tests.search.conftest import COMMON, ORIGINAL, WORDS, llama_config
 
@@ -261,10 +261,18 @@ def change_model(arguments: dict[str, Any]) -> None:
         arguments["model"].model.norm.weight.add_(1e-3)
 
 
+def change_config(arguments: dict[str, Any]) -> None:
+    """Change what no weight shows: the same weights with other frequencies are another model."""
+    other = LlamaForCausalLM(llama_config(rope_parameters={"rope_type": "default", "rope_theta": 500.0}))
+    other.load_state_dict(arguments["model"].state_dict())
+    arguments["model"] = other
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (change_model, "its model is '[0-9a-f]{16}', here it is '[0-9a-f]{16}'"),
+        (change_config, "its config of the model is '[0-9a-f]{16}', here it is '[0-9a-f]{16}'"),
         (lambda a: a.update(texts=a["texts"].flip(0)), "its documents is '[0-9a-f]{16}', here it is"),
         (lambda a: a.update(factor=3.0, texts=a["texts"]), "its documents is"),
         (lambda a: a.update(population=9), "its population is 8, here it is 9"),
@@ -285,6 +293,17 @@ def test_the_state_of_another_search_is_refused(
     with pytest.raises(CheckpointError, match=rf"state.json is the state of another search: {says}.*Give another file"):
         search_longrope(**arguments)
     assert state.read_bytes() == before
+
+
+def test_a_state_of_other_code_is_refused(
+    build: Build, documents: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout changes under one version: losses of both would be compared with each other."""
+    model, state = build("llama"), tmp_path / "state.json"
+    search_longrope(model, documents, 4.0, state=state, **SMALL)
+    monkeypatch.setattr(longrope, "package_digest", lambda: "0123456789abcdef")
+    with pytest.raises(CheckpointError, match=r"its code of hf_posswap is '\w{16}', here it is '0123456789abcdef'"):
+        search_longrope(model, documents, 4.0, state=state, **SMALL)
 
 
 @pytest.mark.parametrize(

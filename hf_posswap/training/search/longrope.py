@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
+from hf_posswap.compat.transformers_models import without_origin
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.apply.guard import alone
+from hf_posswap.patching.apply.version_guard import package_digest
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.schemes import LongRope
 from hf_posswap.text.tokens import check_token_ids
@@ -40,7 +43,7 @@ from hf_posswap.training.search.candidates import (
 )
 from hf_posswap.training.search.evolution import Evolution, Progress, documents_digest, load_progress, save_progress
 from hf_posswap.training.search.fitness import Interrupts, evaluating, leading_documents, scheme_loss
-from hf_posswap.utils.digests import weights_digest
+from hf_posswap.utils.digests import json_digest, weights_digest
 from hf_posswap.utils.progress import reporter_for
 from hf_posswap.utils.result_views import ResultView
 
@@ -133,8 +136,11 @@ class Session:
         settings = dataclasses.asdict(self.settings)
         del settings["iterations"]  # a resumed search may have more
         unpack_4_bit_weights(self.model)
+        config = without_origin(json.loads(self.model.config.to_json_string()))
         return {
+            "code of hf_posswap": package_digest()[:16],  # which changes with its version, and in a checkout more often
             "model": weights_digest(self.model),
+            "config of the model": json_digest(config)[:16],
             "documents": documents_digest(self.documents),
             "original_positions": list(self.positions),
             **settings,
