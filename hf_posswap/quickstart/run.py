@@ -18,6 +18,7 @@ from hf_posswap.comparison.pictures import require_pictures
 from hf_posswap.comparison.report import PAGE
 from hf_posswap.comparison.report.results import ModelEntry, Results
 from hf_posswap.comparison.tables import details_of, in_short
+from hf_posswap.patching.apply.version_guard import package_digest
 from hf_posswap.quickstart.base import LOCK, Base, QuickstartSettings, claim_folder, open_base, open_folder, place_base
 from hf_posswap.quickstart.recipes import BASE, CONTROL, Variant, choose_variants, command_of, training_recipe
 from hf_posswap.quickstart.reload import check_reload
@@ -25,6 +26,7 @@ from hf_posswap.text.stdlib import PYTHON, python_corpus
 from hf_posswap.text.tokens import check_token_ids
 from hf_posswap.utils.atomic_io import alone_in, write_json
 from hf_posswap.utils.devices import resolve_device
+from hf_posswap.utils.digests import weights_digest
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.progress import Reporter, quiet_transformers
 
@@ -124,10 +126,17 @@ def run(
     device = resolve_device(settings.device)
     require_pictures()
     with quiet_transformers():
-        open_folder(out, _identity(settings))
+        base = open_base(settings, reporter)
+        identity: dict[str, object] = {
+            "settings": settings.to_dict(),
+            "hf_posswap": f"{__version__}, code {package_digest()[:16]}",  # a checkout changes under one version
+            "weights of the model": weights_digest(base.model),
+            "corpus": python_corpus().digest,
+        }
+        open_folder(out, identity)
         try:
             with alone_in(out, "quickstart", LOCK):
-                result = _run(out, settings, cache, device, reporter)
+                result = _run(out, settings, base, identity, cache, device, reporter)
         except KeyboardInterrupt:
             reporter.line(f"stopped; what is finished is in {out}: the same command resumes from here")
             raise
@@ -136,16 +145,21 @@ def run(
 
 
 def _run(
-    out: Path, settings: QuickstartSettings, cache: Path | None, device: torch.device, reporter: Reporter
+    out: Path,
+    settings: QuickstartSettings,
+    base: Base,
+    identity: dict[str, object],
+    cache: Path | None,
+    device: torch.device,
+    reporter: Reporter,
 ) -> QuickstartResult:
-    base = open_base(settings, reporter)
     variants, left_out = choose_variants(base, settings)
     for name, reason in left_out.items():
         reporter.line(f"{name}: left out: {reason}")
     lengths = settings.lengths(base.window)
     documents = read_documents(None, base.tokenizer, length=max(lengths), limit=settings.documents)
     check_token_ids(base.model, documents.tokens)
-    claim_folder(out, _identity(settings))
+    claim_folder(out, identity)
     source = place_base(base, settings, out)
     candidates = [Candidate(source, name=BASE)]
     for variant in variants:
@@ -227,11 +241,6 @@ def _reload(
         device=device,
         trust_remote_code=settings.trust_remote_code,
     )
-
-
-def _identity(settings: QuickstartSettings) -> dict[str, object]:
-    """Return the identity of a folder, which must not be mixed with other results."""
-    return {"settings": settings.to_dict(), "hf_posswap": __version__, "corpus": python_corpus().digest}
 
 
 def show(results: Results, best: str, reload: dict[str, object], out: Path, reporter: Reporter, seconds: float) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -182,6 +183,33 @@ def test_other_settings_in_the_same_folder_are_refused(
         CheckpointError, match=r"other settings \(settings.seed was 0 and is 7; settings.steps was 3 and is 4"
     ):
         run(finished.out, other, cache=cache)
+
+
+def test_other_code_or_other_weights_in_the_same_folder_are_refused(
+    finished: QuickstartResult,
+    cache: Path,
+    tiny: QuickstartSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A finished training is not trained again, so the comparison would be of a new base and the old one's children."""
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_posswap.quickstart.run.package_digest", lambda: "0123456789abcdef")
+        with pytest.raises(CheckpointError, match=r"other settings \(hf_posswap was .* code 0123456789abcdef"):
+            run(finished.out, tiny, cache=cache)
+    mine, out = Path(write_gpt2(tmp_path / "mine")), tmp_path / "out"
+    settings = dataclasses.replace(tiny, model=str(mine), schemes=("rope",))
+    monkeypatch.setattr("hf_posswap.quickstart.run._train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(out, settings, cache=cache)
+    weights = load_file(mine / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, mine / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"other settings \(weights of the model was '\w+' and is '\w+'\)"):
+        run(out, settings, cache=cache)
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_two_at_once_in_one_folder_are_one_and_a_refusal(tmp_path: Path, cache: Path, tiny: QuickstartSettings) -> None:
