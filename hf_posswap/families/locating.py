@@ -121,16 +121,17 @@ def family_of(config: PreTrainedConfig) -> Family:
     for family in families:
         if family.matches is not None and family.matches(config):
             return family
-    raise UnsupportedModelError(_unknown(str(model_type), families))
+    raise UnsupportedModelError(_unknown(model_type, families))
 
 
-def _unknown(model_type: str, families: list[Family]) -> str:
+def _unknown(model_type: str | None, families: list[Family]) -> str:
     """Return a message in three lines: no family describes the model type, similar names, what to do."""
-    known = sorted({name for family in families for name in (family.name, *family.model_types)})
-    near = difflib.get_close_matches(model_type, known, n=3)
+    by_rule = {model_type for family in families for model_type in family.attention_proved or ()}  # such as llama
+    known = by_rule.union(*((family.name, *family.model_types) for family in families))
+    near = difflib.get_close_matches(str(model_type or ""), sorted(known), n=3)
     hint = f"Near names: {', '.join(map(repr, near))}. " if near else ""
     return (
-        f"no family describes model type {model_type!r}, and its config has no rope parameters to go by.\n"
+        f"no family describes model type {str(model_type)!r}, and its config has no rope parameters to go by.\n"
         f"{hint}`posswap families` lists all {len(families)}.\n"
         "To add it, register a Family that says where its position table or rotary module and its self-attention are: "
         "page Extending, 'How to add a family'."

@@ -162,7 +162,15 @@ def test_a_container_of_two_models_names_its_parts(config: Any, parts: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("model_type", "near"), [("gpt2-next", "'gpt2'"), ("roberta2", "'roberta'"), (TOY_MODEL, None), (None, None)]
+    ("model_type", "near"),
+    [
+        ("gpt2-next", "'gpt2'"),
+        ("roberta2", "'roberta'"),
+        ("lama", "names: 'llama', "),
+        ("mistal", "names: 'mistral', "),
+        (TOY_MODEL, None),
+        (None, None),
+    ],
 )
 def test_an_unknown_model_type_is_answered_in_three_lines(model_type: str | None, near: str | None) -> None:
     config: Any = TINY["bert"].config()
