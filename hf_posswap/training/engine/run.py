@@ -60,6 +60,8 @@ def resume_note(recipe: Recipe) -> str:
             when_saved = f"A checkpoint is written every {share} (training.save_steps)"
         return f"Interrupted: nothing is saved yet, and the same command starts again. {when_saved}."
     begins = f"at step {step_of(newest) + 1}" if newest is not None else f"with {phase.name}"
+    if newest is not None and step_of(newest) == phase.recipe.training.max_steps:
+        begins = "after it, and writes the model"
     return f"Interrupted. Saved: {'; '.join(saved)}. The same command resumes {begins}."
 
 

@@ -42,6 +42,7 @@ from hf_posswap.training.engine.checkpoints import (
     take_place,
 )
 from hf_posswap.training.engine.log import RunLog
+from hf_posswap.training.engine.run import resume_note
 from hf_posswap.training.engine.trainer import PosswapTrainer
 from hf_posswap.utils.progress import Reporter
 from tests import forked
@@ -209,6 +210,7 @@ def test_sigterm_in_the_last_step_of_a_stage_or_while_it_is_saved_begins_no_furt
     with pytest.raises(TrainingError, match=r"after step 3 of 3.*checkpoint-3"):
         run_recipe(wanted)
     assert not list(Path(wanted.out).rglob("done.json"))
+    assert resume_note(wanted).endswith("checkpoint-3. The same command resumes after it, and writes the model.")
     done = run_recipe(wanted)
     assert [phase["steps"] for phase in done.report["phases"]] == [3, 2]
     assert_same_weights(done, whole)
