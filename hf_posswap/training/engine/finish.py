@@ -218,7 +218,7 @@ def _on_device(model: nn.Module, recipe: Recipe) -> Any:
 def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, object]:
     """Verify and measure the saved model, write the report, and push if requested; return the report.
 
-    A second call repeats only a push that failed.
+    A second call measures if the recipe now evaluates otherwise, and repeats a push that failed.
 
     Args:
         recipe: as a whole.
@@ -227,7 +227,9 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
         saved: folder of the finished model.
     """
     path = run.folder / REPORT
-    report: dict[str, object] = read_json(path) if path.is_file() else _report(recipe, run, results, saved)
+    report = read_object(path, recipe=dict) if path.is_file() else {"recipe": {}}
+    if report["recipe"].get("evaluation") != to_dict(recipe)["evaluation"]:
+        report = _report(recipe, run, results, saved)
     if recipe.training.push_to_hub and "pushed" not in report:
         training, trusted = recipe.training, recipe.model.trust_remote_code
         assert training.hub_model_id is not None

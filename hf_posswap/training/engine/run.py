@@ -100,7 +100,8 @@ def run_recipe(recipe: Recipe, services: Services | None = None) -> Finished:
     """Train by `recipe`, and return the outputs.
 
     After an interruption, even by SIGKILL, the same call resumes from the newest complete checkpoint and ends with the
-    same weights, if documents and base are unchanged. Once finished, it returns the existing outputs.
+    same weights, if documents and base are unchanged. Once finished, it returns the existing outputs,
+    measured anew if `evaluation` has changed.
 
     Args:
         recipe: from `load_recipe`.

@@ -117,6 +117,19 @@ def test_accumulated_batches_are_the_big_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, weights_of(small)[name], rtol=0, atol=2e-4)
 
 
+def test_a_finished_training_is_measured_anew_if_its_evaluation_has_changed(tmp_path: Path) -> None:
+    services = Services(lambda model, documents, lengths, limit: {length: float(length) for length in lengths})
+    settings = ("training.max_steps=2", "training.warmup_steps=1", "evaluation.lengths=[32]")
+    done = trained(tmp_path, *settings, services=services)
+    written, weights = (done.folder / "report.json").read_bytes(), (done.model / "model.safetensors").stat().st_mtime_ns
+    assert trained(tmp_path, *settings, services=services).report == done.report
+    assert (done.folder / "report.json").read_bytes() == written
+    again = trained(tmp_path, *settings[:2], "evaluation.lengths=[32,64]", services=services)
+    assert again.report["nll"] == {"32": 32.0, "64": 64.0}
+    assert json.loads((done.folder / "report.json").read_text()) == again.report
+    assert (done.model / "model.safetensors").stat().st_mtime_ns == weights
+
+
 @pytest.mark.slow
 def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> None:
     def evaluate(model: Any, documents: Any, lengths: Any, limit: int) -> dict[int, float]:
