@@ -139,6 +139,10 @@ class TrainingError(PosswapError, RuntimeError):
     """Training must not start or continue; the message gives the likely cause and the last good checkpoint."""
 
 
+class TrainingStoppedError(TrainingError):
+    """A training was asked to stop before its end and wrote a checkpoint: the same call resumes from it."""
+
+
 class NumericError(PosswapError, RuntimeError):
     """A loss or a model's output is no longer a finite number."""
 

@@ -33,6 +33,7 @@ class Code(IntEnum):
     UNSUPPORTED = 3
     FILES = 4
     INTERRUPTED = 130
+    STOPPED = 143
 
 
 MEANING = {
@@ -42,6 +43,7 @@ MEANING = {
     Code.FILES: "a model, a checkpoint or data cannot be read or written",
     Code.OTHER: "anything else",
     Code.INTERRUPTED: "interrupted by Ctrl-C",
+    Code.STOPPED: "stopped by SIGTERM, which a training can resume from",
 }
 
 _CODES: tuple[tuple[Code, tuple[type[Exception], ...]], ...] = (
@@ -57,6 +59,7 @@ _CODES: tuple[tuple[Code, tuple[type[Exception], ...]], ...] = (
             errors.NotEnoughMemoryError,
         ),
     ),
+    (Code.STOPPED, (errors.TrainingStoppedError,)),
     (Code.FILES, (errors.CheckpointError, errors.RecordError, errors.DataError, OSError)),
 )
 

@@ -30,6 +30,8 @@ EXPECTED = {
     errors.DataError: 4,
     OSError: 4,
     errors.SwapVerificationError: 1,
+    errors.TrainingError: 1,
+    errors.TrainingStoppedError: 143,
     errors.NumericError: 1,
     errors.MissingDependencyError: 1,
     ZeroDivisionError: 1,

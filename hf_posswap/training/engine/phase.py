@@ -15,7 +15,7 @@ from transformers.integrations import TensorBoardCallback
 
 from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint, write_files
 from hf_posswap.compat.transformers_models import load_whole
-from hf_posswap.errors import CheckpointError, TrainingError
+from hf_posswap.errors import CheckpointError, TrainingStoppedError
 from hf_posswap.patching.apply.patch_model import swap_plan
 from hf_posswap.patching.tools.scheme_values import finish_blend
 from hf_posswap.training.config import SENTENCES, Phase, Recipe
@@ -109,7 +109,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         weights: the finished model of the previous phase.
 
     Raises:
-        TrainingError: something stopped the training before its last step.
+        TrainingStoppedError: the training was asked to stop.
     """
     folder = run.folder / phase.name
     done = _finished(folder, run.identity)
@@ -177,7 +177,7 @@ def _end_unfinished(trainer: PosswapTrainer, stop: StopAtSigterm | None) -> None
         return
     if not any(step_of(path) == steps and (path / SEAL).is_file() for path in checkpoints_in(trainer.folder)):
         trainer.save_checkpoint()
-    raise TrainingError(
+    raise TrainingStoppedError(
         f"the training was asked to stop after step {steps} of {trainer.args.max_steps}, and is not finished (with "
         f"training.enable_jit_checkpoint, SIGTERM asks for it). {trainer.last_good()} The same command resumes."
     )

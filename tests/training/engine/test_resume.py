@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from hf_posswap.errors import CheckpointError, ConfigError, TrainingError, TrainingWarning
+from hf_posswap.errors import CheckpointError, ConfigError, TrainingError, TrainingStoppedError, TrainingWarning
 from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.config.reading import merge
@@ -207,7 +207,7 @@ def test_sigterm_in_the_last_step_of_a_stage_or_while_it_is_saved_begins_no_furt
         return inherited(*args, **kwargs)
 
     monkeypatch.setattr(PosswapTrainer, call, asked)
-    with pytest.raises(TrainingError, match=r"after step 3 of 3.*checkpoint-3"):
+    with pytest.raises(TrainingStoppedError, match=r"after step 3 of 3.*checkpoint-3"):
         run_recipe(wanted)
     assert not list(Path(wanted.out).rglob("done.json"))
     assert resume_note(wanted).endswith("checkpoint-3. The same command resumes after it, and writes the model.")
