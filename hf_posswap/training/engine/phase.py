@@ -132,7 +132,8 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     prepared.messages = _first_messages(folder / _GATES, prepared.messages, run, resumes=resumes)
     log = RunLog(folder / LOG, writes=run.main)
     trainer = _trainer(phase, run, prepared, folder)
-    watch = Watch(log, run.services.reporter if run.main else None, phase.name or "training", _step_tokens(recipe, run))
+    step_tokens = _rows(recipe, run) * recipe.data.length
+    watch = Watch(log, run.services.reporter if run.main else None, phase.name or "training", step_tokens)
     for callback in (watch, *_callbacks(phase, prepared, trainer, log)):
         trainer.add_callback(callback)
     checkpoint = trainer.newest_checkpoint()
@@ -158,7 +159,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
         prepared.tokenizer.model_max_length = prepared.plan.max_length  # otherwise it truncates at the old length
     _write_model(trainer, prepared, folder, recipe, run)
-    result = _result(phase, prepared, steps, steps * _step_tokens(recipe, run), watch.seconds, log)
+    result = _result(phase, prepared, steps, steps * step_tokens, watch.seconds, log)
     if run.main:
         write_json(folder / DONE, {"identity": run.identity, "result": asdict(result)})
     trainer.accelerator.wait_for_everyone()
@@ -187,10 +188,6 @@ def _rows(recipe: Recipe, run: Run) -> int:
     """Return the rows of data.length tokens that one step reads on all processes."""
     training = recipe.training
     return training.per_device_train_batch_size * training.gradient_accumulation_steps * run.launch.replicas
-
-
-def _step_tokens(recipe: Recipe, run: Run) -> int:
-    return _rows(recipe, run) * recipe.data.length
 
 
 def _trainer(phase: Phase, run: Run, prepared: Prepared, folder: Path) -> PosswapTrainer:

@@ -83,7 +83,7 @@ def explosion(losses: list[float], settings: GateSettings) -> str | None:
 
 @dataclass(eq=False)
 class BlendScheduleCallback(TrainerCallback):
-    """Advances a blend at the beginning of each step.
+    """Advances a blend at the beginning of each step, and of a resumed training to where it was, be no step left.
 
     Attributes:
         model: with the blend.
@@ -92,6 +92,11 @@ class BlendScheduleCallback(TrainerCallback):
 
     model: nn.Module
     steps: int
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        set_blend(self.model, min(1.0, state.global_step / self.steps))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -265,6 +265,17 @@ def test_a_stage_that_was_found_done_does_no_step_more(tmp_path: Path) -> None:
     assert_same_weights(whole, done)
 
 
+def test_a_gradual_swap_that_was_stopped_behind_its_last_step_ends_with_the_same_weights(tmp_path: Path) -> None:
+    values = {"swap": {"gradual_steps": 2}, "training": {"max_steps": 3}}
+    whole = trained(tmp_path, "out=" + str(tmp_path / "whole"), **values)
+    cut = tmp_path / "run"
+    shutil.copytree(whole.folder, cut)
+    for path in (cut / "report.json", cut / "done.json"):
+        path.unlink()
+    shutil.rmtree(cut / "model")
+    assert_same_weights(trained(tmp_path, **values), whole)
+
+
 @pytest.mark.slow
 def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
     whole = trained(tmp_path)
