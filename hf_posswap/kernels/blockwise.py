@@ -146,6 +146,10 @@ class _Blockwise(torch.autograd.Function):
         return None, None, *grads, *(bias.gradients() if learned else (None,) * len(bias.parameters))
 
 
+NEGLIGIBLE = 1e-30
+"""Weight that counts as 0 where gradients are written out."""
+
+
 def written_out(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *, scaling: float, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -161,6 +165,7 @@ def written_out(
     scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling)  # [B, G, H/G Q, K]
     shape = (*query.shape[:3], key.shape[2])
     probabilities = scores.view(shape).add_(bias).sub_(sums[..., None]).exp_()  # [B, H, Q, K]
+    torch.threshold_(probabilities, NEGLIGIBLE, 0.0)  # CPUs are slow with numbers that are almost 0
     heads = probabilities.view(scores.shape)
     to_value = torch.matmul(heads.transpose(-1, -2), rows)
     delta = (grad.to(wide) * out.to(wide)).sum(dim=-1, keepdim=True)  # [B, H, Q, 1]

@@ -10,6 +10,7 @@ Dao et al. 2022, https://arxiv.org/abs/2205.14135, algorithm 1.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +55,10 @@ def forward(
             return _by_cudnn(query, key, value, scaling=scaling, causal=causal)
         out, sums, *_ = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=scaling)
         return out, sums[..., : query.shape[2]]
-    given = query, *_for_heads(query.shape[1], key, value)
-    return fused_attention("cpu")(*given, 0.0, causal, attn_mask=bias, scale=scaling)
+    has_tiny = bias is not None and _has_tiny_weights(bias, query.dtype)
+    given = query, *_for_heads(query.shape[1], key, value * LARGER if has_tiny else value)
+    out, sums = fused_attention("cpu")(*given, 0.0, causal, attn_mask=bias, scale=scaling)
+    return (out.mul_(1 / LARGER) if has_tiny else out), sums
 
 
 def backward(
@@ -80,15 +83,37 @@ def backward(
         unread = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout of 0
         # the kernel assumes that these are contiguous
         given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()
-        lengths = query.shape[2], key.shape[2]
         flash = fused_attention_backward("cuda")
-        return flash(*given, None, None, *lengths, 0.0, causal, unread, unread, scale=scaling)
-    shared = _for_heads(query.shape[1], key, value)
-    backward = fused_attention_backward("cpu")
-    to_query, *grads = backward(grad, query, *shared, out, sums, 0.0, causal, attn_mask=bias, scale=scaling)
+        return flash(*given, None, None, query.shape[2], key.shape[2], 0.0, causal, unread, unread, scale=scaling)
+    has_tiny = bias is not None and _has_tiny_weights(bias, query.dtype)
+    grad, sums = (grad * LARGER, sums - SHIFT) if has_tiny else (grad, sums)
+    attend, settings = fused_attention_backward("cpu"), {"attn_mask": bias, "scale": scaling}
+    to_query, *grads = attend(grad, query, *_for_heads(query.shape[1], key, value), out, sums, 0.0, causal, **settings)
+    if has_tiny:
+        to_query, *grads = (x.mul_(math.exp(-SHIFT) / LARGER) for x in (to_query, *grads))
     groups = key.shape[1]  # heads that share a key have the sum of their gradients
     to_key, to_value = (x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2) for x in grads)
     return to_query, to_key, to_value
+
+
+LARGER = 2.0**20
+"""Factor on what is multiplied by weights that may be tiny, which the result is divided by: an exact one."""
+SHIFT = 48.0
+"""By how much the logarithms of the sums are then smaller in the backward, where weights are e^48 times as large."""
+STEEP = -40.0
+"""Bias of a far pair from which its weight may be tiny."""
+
+
+def _has_tiny_weights(bias: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a bias [.., Q or 1, K] makes weights of far pairs so small that a CPU is slow with them.
+
+    Below 1e-38 float32 has subnormal numbers, with which many CPUs compute a hundred times more slowly, so that ALiBi's
+    backward took three times as long. The corners of the bias tell: it is steepest between the farthest.
+    """
+    if dtype not in (torch.float32, torch.bfloat16) or is_fake(bias):
+        return False
+    corners = bias[..., :: max(1, bias.shape[-2] - 1), :: max(1, bias.shape[-1] - 1)]
+    return bool(((corners < STEEP) & (corners > -torch.inf)).any())
 
 
 MIN_CUDNN_QK_PAIRS = 2**20

@@ -120,14 +120,12 @@ def region_calls(regions: Sequence[Region | OfQueries], segments: Sequence[Segme
         for segment in segments
         for pair, region in enumerate(regions)
         if not region.is_ahead or segment.distances[0] < 0
-        for tile in _tiles(segment, region)
+        for tile in (
+            _by_query(segment, region)
+            if isinstance(region, OfQueries)
+            else (_by_distance if region.size == 1 else _by_chunk)(segment, region)
+        )
     )
-
-
-def _tiles(segment: Segment, region: Region | OfQueries) -> Iterator[Tile]:
-    if isinstance(region, OfQueries):
-        return _by_query(segment, region)
-    return (_by_distance if region.size == 1 else _by_chunk)(segment, region)
 
 
 def _by_query(segment: Segment, region: OfQueries) -> Iterator[Tile]:

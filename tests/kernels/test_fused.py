@@ -25,3 +25,33 @@ def test_grouped_heads(groups: int, takes_groups: bool, monkeypatch: pytest.Monk
     wanted = expected, *torch.autograd.grad(expected, exact, grad.double())
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other.detach().float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 96], ids=["row", "dense"])
+def test_weights_that_are_almost_nothing_keep_all_digits(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made larger for a CPU that is slow with them, they give the bits of before, and the gradients of float64."""
+    length, slopes = 96, torch.tensor([4.0, 1.0, 0.25, 0.0])
+    at = torch.arange(length)
+    away = (at - rows + 1 if rows == 1 else at - at[:, None]).float().reshape(1, 1, rows, length)
+    bias = slopes[None, :, None, None] * away.masked_fill(away > 0, -torch.inf if rows > 1 else 0.0)
+    bias = bias.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    assert fused._has_tiny_weights(bias, dtype)
+    assert not fused._has_tiny_weights(bias[:, 3:], dtype)
+    query, grad, key, value = torch.randn(4, 2, 4, length, 8).to(dtype)
+    settings = {"scaling": 0.3, "causal": rows == 1, "bias": bias}
+    out, sums = fused.forward(query, key, value, **settings)
+    found = fused.backward(grad, query, key, value, out, sums, **settings)
+    monkeypatch.setattr(fused, "_has_tiny_weights", lambda bias, dtype: False)
+    assert torch.equal(out, fused.forward(query, key, value, **settings)[0])
+    before = fused.backward(grad, query, key, value, out, sums, **settings)
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    future = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)
+    mask = bias.double() + (future if rows == 1 else 0.0)
+    expected = scaled_dot_product_attention(*exact, attn_mask=mask, scale=0.3)
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    for one, old, other in zip(found, before, wanted, strict=True):
+        error, allowed = ((x.double() - other).abs().max() for x in (one, old))
+        assert error <= 2 * allowed + (1e-6 if dtype == torch.float32 else 0.0)
