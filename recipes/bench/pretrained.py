@@ -41,7 +41,7 @@ from hf_posswap.utils.gguf_source import checkpoint_of
 from recipes.bench import harness, situations
 from recipes.bench.batches import DECODING, ids_of
 from recipes.bench.compiled import steps
-from recipes.bench.harness import in_a_process, in_turns, interval
+from recipes.bench.harness import WARM_UPS, in_a_process, in_turns, interval
 from recipes.bench.models import smollm2
 from recipes.bench.situations import MEMORY, TOLERANCE, UNPATCHED, cpu_seconds, timed_row, times_row
 from recipes.bench.waiting import ROOT, SMALL, texts_of_source
@@ -60,8 +60,9 @@ TURNS = {1024: 5, 4096: 3, 8192: 2, 16384: 2}
 DECODING_TURNS = 7
 STEPS = 8
 """Last tokens of the text, which are decoded."""
-COMPILED = {"yarn": (1024, 4096), "self_extend": (1024, 4096)}
-"""Lengths at which a compiled scheme is measured."""
+COMPILED = ("yarn", "self_extend")
+COMPILED_TURNS = {1024: 3, 4096: 3, 8192: 2, 16384: 2}
+"""Turns of a compiled prefill, by the tokens of the text; from 8192 on a warm-up is one call, which compiles."""
 REACH = 16384
 SMOKE_LENGTH = 64
 EVALUATED, EVALUATION_TURNS = (8192, 128), 2
@@ -187,8 +188,8 @@ def _wrong(readings: Mapping[str, Reading]) -> list[str]:
 
 
 def _compiled(smoke: bool, done: Collection[str]) -> Iterator[dict[str, Any]]:
-    schemes = ("yarn",) if smoke else tuple(COMPILED)
-    for length in (SMOKE_LENGTH,) if smoke else sorted({*sum(COMPILED.values(), ())}):
+    schemes = COMPILED[:1] if smoke else COMPILED
+    for length, turns in ({SMOKE_LENGTH: 1} if smoke else COMPILED_TURNS).items():
         makers: dict[str, Callable[[Any, Tensor], Callable[[], Tensor]]] = {
             _prefill_name(length): _whole, f"{DECODING}{length}": steps
         }  # fmt: skip
@@ -198,7 +199,9 @@ def _compiled(smoke: bool, done: Collection[str]) -> Iterator[dict[str, Any]]:
             torch.compiler.reset()  # code compiled for other models counts towards dynamo's limit
             runs = {scheme: make(_compile(model_of(scheme, smoke)), ids_of(1, length)) for scheme in
                     (UNPATCHED, *schemes)}  # fmt: skip
-            yield timed_row(f"{name}, compiled", runs, 1 if smoke else 3 if make is _whole else DECODING_TURNS, most=2)
+            repetitions = turns if smoke or make is _whole else DECODING_TURNS
+            warm_ups = 1 if make is _whole and turns == 2 else WARM_UPS
+            yield timed_row(f"{name}, compiled", runs, repetitions, most=2 if turns > 2 else 1, warm_ups=warm_ups)
 
 
 def _compile(model: Any) -> Any:
