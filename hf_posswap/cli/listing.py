@@ -128,7 +128,7 @@ def families(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Show this family whole: where positions live in its models.",
+            help="Show this family, or that of a model type such as llama, whole: where positions live in its models.",
             show_default=False,
             autocompletion=family_names,
         ),
@@ -154,6 +154,12 @@ def families(
     from hf_posswap.families import FAMILIES
 
     if name is not None:
+        if name not in FAMILIES:
+            from transformers import CONFIG_MAPPING
+
+            from hf_posswap.families.locating import family_of
+
+            name = family_of(CONFIG_MAPPING[name]()).name if name in CONFIG_MAPPING else name
         family = FAMILIES.get(name)
         details = _family(name, family)
         details["parts"] = [  # where the positions of each stack live, as module paths from the base model

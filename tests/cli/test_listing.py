@@ -338,6 +338,14 @@ def test_one_family_is_shown_with_where_its_positions_live() -> None:
     assert "give one of the two" in CliRunner().invoke(app, ["families", "bart", "--classes"]).stderr
 
 
+def test_a_model_type_shows_the_family_that_describes_it() -> None:
+    for model_type, family in (("llama", "rotary"), ("gpt_bigcode", "gpt2"), ("ernie", "bert")):
+        shown = CliRunner().invoke(app, ["families", model_type, "--json"])
+        assert json.loads(shown.stdout)["name"] == family
+    refused = CliRunner().invoke(app, ["families", "luke"])
+    assert (refused.exit_code, "its entities have separate positions" in refused.stderr) == (3, True)
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before the command", "behind it"])
 def test_the_command_imports_a_file_with_schemes(before: bool, tmp_path: Path, posswap: Posswap) -> None:
     path = tmp_path / "schemes_of_a_test.py"
