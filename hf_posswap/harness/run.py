@@ -6,6 +6,7 @@ import difflib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -153,11 +154,11 @@ def _check_numbers(**given: int | None) -> None:
 
 
 def _checked_lengths(lengths: Sequence[int], metadata: Mapping[str, object] | None) -> list[int]:
-    if not lengths or any(isinstance(length, bool) or length < 1 for length in lengths):
+    if not lengths or any(isinstance(n, bool) or not isinstance(n, Integral) or n < 1 for n in lengths):
         raise OptionError(f"lengths are whole numbers of at least 1, got {list(lengths)}.")
     if KEY in (metadata or {}):
         raise OptionError(f"lengths and {KEY} in metadata both set the lengths: leave out one of them.")
-    return sorted(set(lengths))
+    return sorted({int(length) for length in lengths})
 
 
 def _run(

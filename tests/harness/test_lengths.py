@@ -286,6 +286,8 @@ def test_code_of_a_tokenizer_does_not_reach_the_harness() -> None:
     [
         ({"lengths": []}, OptionError, r"lengths are whole numbers of at least 1, got \[\]"),
         ({"lengths": [0]}, OptionError, r"lengths are whole numbers of at least 1, got \[0\]"),
+        ({"lengths": [1024.5]}, OptionError, r"lengths are whole numbers of at least 1, got \[1024.5\]"),
+        ({"lengths": ["1k"]}, OptionError, r"lengths are whole numbers of at least 1, got"),
         ({"lengths": [8], "metadata": {"max_seq_lengths": [9]}}, OptionError, "both set the lengths"),
         ({"metadata": {"tokenizer": "some/body"}}, OptionError, "tasks run the code of a tokenizer in metadata"),
         ({"fewshot_as_multiturn": True}, OptionError, "fewshot_as_multiturn needs a chat"),
