@@ -53,6 +53,7 @@ def situations(sizes: Sizes) -> Iterator[Situation]:
     yield Situation("prefill in two chunks", lambda model: in_chunks(model, single))
     yield Situation("static cache in two chunks", lambda model: in_chunks(model, single, static=True))
     yield Situation("sliding-window layers", lambda model: forward(model, single), window=length // 4)
+    yield Situation("gradients of one row", lambda model: gradients(model, single))
     yield Situation("gradients of packed", lambda model: gradients(model, single, position_ids=at))
     yield Situation("gradients of right-padded", lambda model: gradients(model, pair, **right))
     for after in sizes.after:
