@@ -68,13 +68,17 @@ def _alibi(length: int) -> Iterator[Case]:
     yield Case(f"ALiBi forward, {length}", ways, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}), missing=missing)
     with_backward = {"ours": with_gradients(row, *inputs), NO_BIAS: with_gradients(_plain, *inputs)}
     yield Case(f"ALiBi forward and backward, {length}", with_backward, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}))
-    windowed = {
-        "ours": lambda: attend_linear(*inputs, slope, scaling=SCALING, windowed=True),
-        "not windowed": lambda: row(*inputs),
-        NO_BIAS: lambda: _plain(*inputs),
-    }
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_linear(q, k, v, slope, scaling=SCALING, windowed=True)
+
+    forward = {"ours": lambda: windowed(*inputs), "not windowed": ways["ours"], NO_BIAS: ways[NO_BIAS]}
     goals = {NO_BIAS: 0.65} if length == 8192 else {}
-    yield Case(f"ALiBi windowed, {length}", windowed, goals, unlike=frozenset({NO_BIAS}))
+    yield Case(f"ALiBi windowed, {length}", forward, goals, unlike=frozenset({NO_BIAS}))
+    with_backward = {"ours": with_gradients(windowed, *inputs), "not windowed": with_backward["ours"],
+                     NO_BIAS: with_backward[NO_BIAS]}  # fmt: skip
+    name = f"ALiBi windowed, forward and backward, {length}"
+    yield Case(name, with_backward, {NO_BIAS: 1.08}, unlike=frozenset({NO_BIAS}))
 
 
 def _forward(name: str, scheme: Any, length: int, smoke: bool) -> Case:
