@@ -51,7 +51,8 @@ def forward(
     """
     if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
-        if _gains_by_cudnn(query, key):
+        pairs, fits = query.shape[2] * key.shape[2], query.shape[-1] <= 128 and not is_standing_for()
+        if pairs >= MIN_CUDNN_QK_PAIRS and fits and not is_fake(query) and cudnn_available(query.device):
             return _by_cudnn(query, key, value, scaling=scaling, causal=causal)
         out, sums, *_ = fused_attention("cuda")(query, key, value, 0.0, causal, False, scale=scaling)
         return out, sums[..., : query.shape[2]]
@@ -81,25 +82,25 @@ def backward(
     if device_type(query) == "cuda":
         assert bias is None, "the fused call of a GPU takes no bias"
         unread = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout of 0
-        # the kernel assumes that these are contiguous
-        given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()
+        given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()  # as the kernel assumes
         flash = fused_attention_backward("cuda")
         return flash(*given, None, None, query.shape[2], key.shape[2], 0.0, causal, unread, unread, scale=scaling)
-    has_tiny = bias is not None and _has_tiny_weights(bias, query.dtype)
-    grad, sums = (grad * LARGER, sums - SHIFT) if has_tiny else (grad, sums)
+    factor = _factor(grad) if bias is not None and _has_tiny_weights(bias, query.dtype) else None
+    if factor is not None:
+        grad, sums = grad * factor, sums - SHIFT
     attend, settings = fused_attention_backward("cpu"), {"attn_mask": bias, "scale": scaling}
     to_query, *grads = attend(grad, query, *_for_heads(query.shape[1], key, value), out, sums, 0.0, causal, **settings)
-    if has_tiny:
-        to_query, *grads = (x.mul_(math.exp(-SHIFT) / LARGER) for x in (to_query, *grads))
+    if factor is not None:
+        to_query, *grads = (x.mul_(math.exp(-SHIFT)).mul_(1 / factor) for x in (to_query, *grads))
     groups = key.shape[1]  # heads that share a key have the sum of their gradients
     to_key, to_value = (x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2) for x in grads)
     return to_query, to_key, to_value
 
 
 LARGER = 2.0**20
-"""Factor on what is multiplied by weights that may be tiny, which the result is divided by: an exact one."""
-SHIFT = 48.0
-"""By how much the logarithms of the sums are then smaller in the backward, where weights are e^48 times as large."""
+"""Factor on values that are multiplied by weights that may be tiny, which the result is divided by: an exact one."""
+SHIFT = 64.0
+"""By how much the logarithms of the sums are then smaller in the backward, where weights are e^64 times as large."""
 STEEP = -40.0
 """Bias of a far pair from which its weight may be tiny."""
 
@@ -116,14 +117,13 @@ def _has_tiny_weights(bias: Tensor, dtype: torch.dtype) -> bool:
     return bool(((corners < STEEP) & (corners > -torch.inf)).any())
 
 
+def _factor(grad: Tensor) -> float:
+    """Return the power of two that makes the largest of `grad` about 2^-10: then e^64 times a sum is no overflow."""
+    return 2.0 ** -(10 + max(-100, math.frexp(float(grad.abs().amax()))[1]))
+
+
 MIN_CUDNN_QK_PAIRS = 2**20
 """Pairs of a query and a key (1024 x 1024) from which a GPU's call is cuDNN's: it makes a plan for each shape."""
-
-
-def _gains_by_cudnn(query: Tensor, key: Tensor) -> bool:
-    if query.shape[2] * key.shape[2] < MIN_CUDNN_QK_PAIRS or query.shape[-1] > 128 or is_standing_for():
-        return False
-    return not is_fake(query) and cudnn_available(query.device)
 
 
 def _by_cudnn(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -75,9 +75,12 @@ def linear_calls(slopes: Tensor, segments: Sequence[Segment], windows: Windows |
         return bias[..., 1:].flip(-1) if backwards else bias  # for `Call.flip`: without the first key
 
     calls: list[Call] = []
-    for first, stop, keys in windows or ((0, len(slopes), _longest(segments)),):
+    longest = _longest(segments)
+    for first, stop, keys in windows or ((0, len(slopes), longest),):
         steepest = float(slopes[first:stop].detach().amax())  # a larger slope loses digits like a larger j
-        block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), max(1, keys))
+        block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))))
+        if keys < longest:  # else most keys that the last queries of a block see are beyond their window
+            block = min(block, max(1, keys // 4, min(SMALLEST, keys)))
         heads = None if (first, stop) == (0, len(slopes)) else (first, stop)
         calls += (call for segment in segments for call in _blocks(segment, block, heads, keys, row))
     return arranged(calls)
