@@ -34,10 +34,9 @@ def test_weights_that_are_almost_nothing_keep_all_digits(
 ) -> None:
     """Made larger for a CPU that is slow with them, they give the bits of before, and the gradients of float64."""
     length, slopes = 96, torch.tensor([4.0, 1.0, 0.25, 0.0])
-    at = torch.arange(length)
-    away = (at - rows + 1 if rows == 1 else at - at[:, None]).float().reshape(1, 1, rows, length)
-    bias = slopes[None, :, None, None] * away.masked_fill(away > 0, -torch.inf if rows > 1 else 0.0)
-    bias = bias.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    at = torch.arange(length).float()
+    away = (at - at[-rows:, None]).reshape(1, 1, rows, length)
+    bias = (slopes[None, :, None, None] * away).masked_fill(away > 0, -torch.inf)
     assert fused._has_tiny_weights(bias, dtype)
     assert not fused._has_tiny_weights(bias[:, 3:], dtype)
     query, grad, key, value = torch.randn(4, 2, 4, length, 8).to(dtype)
