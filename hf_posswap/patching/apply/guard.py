@@ -216,13 +216,14 @@ def _calls_by_thread(module_ids: set[int]) -> dict[int, str | None]:
 def _running_call(frame: FrameType | None, module_ids: set[int]) -> tuple[str | None, bool]:
     """Return the call of one of these modules on the stack from `frame` outwards, None if there is none.
 
-    Also return whether the stack was seen down to the thread's first function, or to that call.
+    Also return whether the stack was seen down to the thread's first function, or to that call: of a thread that goes
+    on, Python 3.11 has given something else for a frame's caller.
     """
     outermost = frame
-    while frame is not None:
+    while isinstance(frame, FrameType):
         name = frame.f_code.co_name
         generates = name.startswith("generate")  # generate, generate_batch, ...
         if (generates or computes(name)) and id(self_of(frame)) in module_ids:
             return ("generate" if generates else "a forward"), True
         outermost, frame = frame, frame.f_back
-    return None, outermost is None or not can_be_suspended(outermost)
+    return None, frame is None and (outermost is None or not can_be_suspended(outermost))

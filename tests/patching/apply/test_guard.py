@@ -213,6 +213,14 @@ def test_a_thread_whose_first_function_is_a_generator_runs_no_forward(monkeypatc
     assert len(looks) == guard._MOST_LOOKS
 
 
+def test_what_is_no_frame_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 gave a function for the caller of a frame of a thread that went on."""
+    given: list[Any] = [{0: changing}, {0: None}]
+    monkeypatch.setattr(guard, "stacks_of_threads", lambda: given.pop(0))
+    assert guard._calls_by_thread({id(tiny("gpt2"))}) == {0: None}
+    assert not given
+
+
 def test_while_positions_change_forwards_and_changes_of_other_threads_are_refused() -> None:
     model = tiny("llama")
     before, native = state_of(model), logits(model)
