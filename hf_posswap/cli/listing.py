@@ -159,7 +159,12 @@ def families(
 
             from hf_posswap.families.locating import family_of
 
-            name = family_of(CONFIG_MAPPING[name]()).name if name in CONFIG_MAPPING else name
+            try:
+                with quiet_library(), warnings_off():
+                    config = CONFIG_MAPPING[name]()
+            except Exception:  # no model type, or one whose config has no defaults: the registry says what it knows
+                config = None
+            name = name if config is None else family_of(config).name
         family = FAMILIES.get(name)
         details = _family(name, family)
         details["parts"] = [  # where the positions of each stack live, as module paths from the base model

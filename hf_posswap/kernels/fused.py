@@ -108,8 +108,8 @@ STEEP = -40.0
 def _has_tiny_weights(bias: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a bias [.., Q or 1, K] makes weights of far pairs so small that a CPU is slow with them.
 
-    Below 1e-38 float32 has subnormal numbers, with which many CPUs compute a hundred times more slowly, so that ALiBi's
-    backward took three times as long. The corners of the bias tell: it is steepest between the farthest.
+    Below 1e-38 float32 has subnormal numbers, with which many CPUs are slow: `recipes.bench.bias` shows it in ALiBi's
+    backward without windows. The corners of the bias tell: it is steepest between the farthest.
     """
     if dtype not in (torch.float32, torch.bfloat16) or is_fake(bias):
         return False

@@ -55,12 +55,13 @@ def attend_linear(
     seen = segments or whole(query.shape[0], query.shape[2], key.shape[2], causal=True)
     windows = windows_of(query, key, slopes, seen, scaling) if windowed else None
     slopes = slopes.to(query.device, bias_dtype(query.dtype))
-    calls = linear_calls(slopes, seen, windows, learns=torch.is_grad_enabled() and query.requires_grad)
+    with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    calls = linear_calls(slopes, seen, windows, with_gradients=with_gradients)
     return attend([(query, key)], value, calls, scaling=scaling)
 
 
 def linear_calls(
-    slopes: Tensor, segments: Sequence[Segment], windows: Windows | None = None, *, learns: bool
+    slopes: Tensor, segments: Sequence[Segment], windows: Windows | None = None, *, with_gradients: bool
 ) -> tuple[Call, ...]:
     """Return the calls: in each segment, every block of queries attends to itself and to the keys before it.
 
@@ -68,7 +69,8 @@ def linear_calls(
         slopes: [H], in the dtype of a bias.
         segments: the visible keys.
         windows: the keys that heads need; None: all.
-        learns: whether gradients are wanted, which are slow for pairs far beyond a window: then blocks are smaller.
+        with_gradients: whether they are wanted; they are slow for keys far beyond a window, of which smaller blocks of
+            queries have fewer.
     """
 
     @functools.cache  # calls with the same bias object can be merged
@@ -83,7 +85,7 @@ def linear_calls(
     for first, stop, keys in windows or ((0, len(slopes), longest),):
         steepest = float(slopes[first:stop].detach().amax())  # a larger slope loses digits like a larger j
         block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), max(1, keys))
-        if learns and keys < longest:
+        if with_gradients and keys < longest:
             block = min(block, max(SMALLEST, keys // 4))
         heads = None if (first, stop) == (0, len(slopes)) else (first, stop)
         calls += (call for segment in segments for call in _blocks(segment, block, heads, keys, row))

@@ -1,6 +1,6 @@
 """Time and memory of SmolLM2-135M, swapped and stock, on one text of 1k to 16k tokens: where a model is large enough.
 
-    POSSWAP_SMOLLM2=SmolLM2-135M-Instruct.Q4_1.gguf python -m recipes.bench.run pretrained            # two hours
+    POSSWAP_SMOLLM2=SmolLM2-135M-Instruct.Q4_1.gguf python -m recipes.bench.run pretrained            # hours
     POSSWAP_SMOLLM2=SmolLM2-135M-Instruct.Q4_1.gguf python -m recipes.bench.run pretrained --resume   # the rest
 
 The prefill reads all of a text but its last tokens, and decoding reads these one by one from its cache, in float32. All

@@ -344,6 +344,8 @@ def test_a_model_type_shows_the_family_that_describes_it() -> None:
         assert json.loads(shown.stdout)["name"] == family
     refused = CliRunner().invoke(app, ["families", "luke"])
     assert (refused.exit_code, "its entities have separate positions" in refused.stderr) == (3, True)
+    without_defaults = CliRunner().invoke(app, ["families", "nougat"])
+    assert (without_defaults.exit_code, "unknown family 'nougat'" in without_defaults.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the command", "behind it"])

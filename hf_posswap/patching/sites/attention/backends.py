@@ -272,12 +272,16 @@ def _row_windowed(request: Request, pieces: Pieces) -> Tensor:
 def _row_within(request: Request, division: Division, windows: Windows | None) -> Tensor:
     dtype, slopes = bias_dtype(request.query.dtype), request.mechanism.slopes
     assert slopes is not None
-    learns = torch.is_grad_enabled() and request.query.requires_grad
-    calls = request.shared(
-        ("row calls", id(division), dtype, windows, learns),
-        lambda: linear_calls(slopes.to(request.query.device, dtype), division.fast, windows, learns=learns),
-    )
     tensors = [(request.query, request.key)], request.value
+    with_gradients = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (request.query, request.key, request.value)
+    )
+    calls = request.shared(
+        ("row calls", id(division), dtype, windows, with_gradients),
+        lambda: linear_calls(
+            slopes.to(request.query.device, dtype), division.fast, windows, with_gradients=with_gradients
+        ),
+    )
     return _add_biased(request, attend_calls(*tensors, calls, scaling=request.scaling), division.rest)
 
 

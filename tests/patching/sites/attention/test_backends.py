@@ -488,3 +488,28 @@ def test_layers_that_need_gradients_share_nothing_with_layers_that_run_without(s
         model(input_ids=IDS[:, :20], labels=IDS[:, :20], use_cache=False).loss.backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.model.posswap.parameters()]))
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+def test_gradients_of_far_keys_are_exact_whatever_the_size_of_the_loss(learned: bool, scale: float) -> None:
+    """Their weights are subnormal numbers in float32, and some are computed larger; the oracle is float64."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=64, num_hidden_layers=1, max_position_embeddings=2048, initializer_range=0.2, **shape
+    )
+    model = patch_model(LlamaForCausalLM(config), Alibi(learned=learned))
+    ids, mask = torch.randint(0, 64, (2, 1200)), torch.ones(2, 1200, dtype=torch.long)
+    mask[0, :200] = 0
+    labels = ids.masked_fill(mask.cumsum(1) < 2, -100)  # what a pad predicts counts nowhere
+
+    def gradients(model: Any, backend: str) -> Tensor:
+        set_backend(model, backend)
+        loss = model(ids, attention_mask=mask, labels=labels).loss * scale
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+        return torch.cat([grad.double().flatten() / scale for grad in grads])
+
+    exact = gradients(copy.deepcopy(model).double(), "plain")
+    error, allowed = ((gradients(model, backend) - exact).norm() for backend in ("auto", "plain"))
+    rounded = 0.0 if learned else 2**-15 * exact.norm()  # m j of steep heads, which reaches 256 within a block
+    assert error <= 4 * allowed + rounded
