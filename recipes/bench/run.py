@@ -1,6 +1,6 @@
 """Runs the benchmarks: the cost of each swap compared with the unswapped model and with other packages.
 
-    python -m recipes.bench.run                       # all, on a quiet machine: two hours, with SmolLM2 four
+    python -m recipes.bench.run                       # all, on a quiet machine: hours
     python -m recipes.bench.run bias merge            # some
     python -m recipes.bench.run pretrained --resume   # keeps the rows that its file has, and measures the others
     python -m recipes.bench.run --smoke --out small   # tiny sizes: checks that all results agree, and a report
