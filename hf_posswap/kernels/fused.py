@@ -85,9 +85,9 @@ def backward(
         given = grad.contiguous(), query, key, value, out.contiguous(), sums.contiguous()  # as the kernel assumes
         flash = fused_attention_backward("cuda")
         return flash(*given, None, None, query.shape[2], key.shape[2], 0.0, causal, unread, unread, scale=scaling)
-    factor = _factor(grad) if bias is not None and _has_tiny_weights(bias, query.dtype) else None
-    if factor is not None:
-        grad, sums = grad * factor, sums - SHIFT
+    factor = None
+    if bias is not None and _has_tiny_weights(bias, query.dtype):
+        bias, grad, sums, factor = _without_tiny(bias, grad, query, key, sums, scaling)
     attend, settings = fused_attention_backward("cpu"), {"attn_mask": bias, "scale": scaling}
     to_query, *grads = attend(grad, query, *_for_heads(query.shape[1], key, value), out, sums, 0.0, causal, **settings)
     if factor is not None:
@@ -103,6 +103,10 @@ SHIFT = 64.0
 """By how much the logarithms of the sums are then smaller in the backward, where weights are e^64 times as large."""
 STEEP = -40.0
 """Bias of a far pair from which its weight may be tiny."""
+NEGLIGIBLE = -40.0
+"""Logarithm of a weight, 4e-18, far below the precision of a sum of float32 weights that is 1."""
+LOWEST = -1e30
+"""Bias of such a weight, which is then exactly 0: -inf would make a query without keys NaN."""
 
 
 def _has_tiny_weights(bias: Tensor, dtype: torch.dtype) -> bool:
@@ -117,9 +121,21 @@ def _has_tiny_weights(bias: Tensor, dtype: torch.dtype) -> bool:
     return bool(((corners < STEEP) & (corners > -torch.inf)).any())
 
 
-def _factor(grad: Tensor) -> float:
-    """Return the power of two that makes the largest of `grad` about 2^-10: then e^64 times a sum is no overflow."""
-    return 2.0 ** -(10 + max(-100, math.frexp(float(grad.abs().amax()))[1]))
+def _without_tiny(
+    bias: Tensor, grad: Tensor, query: Tensor, key: Tensor, sums: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return bias, grad, sums and a factor for a backward whose weights are 0 or larger than subnormal numbers.
+
+    The bias is LOWEST where a weight is below e^NEGLIGIBLE, whatever the score. The others are e^SHIFT times as large;
+    `grad` is multiplied by a power of two that makes its largest about 2^-10, so that e^64 times a sum is no overflow.
+    """
+    norms = [torch.linalg.vector_norm(x, dim=-1, dtype=bias.dtype) for x in (query, key)]  # [B, H, Q], [B, G, K]
+    longest = norms[1].amax(-1).repeat_interleave(query.shape[1] // key.shape[1], dim=1)  # [B, H]
+    most = (abs(scaling) * norms[0] * longest[..., None] - sums)[..., None]  # [B, H, Q, 1]: of a weight's logarithm
+    for dim in (0, 2):
+        most = most if bias.shape[dim] > 1 else most.amax(dim, keepdim=True)
+    factor = 2.0 ** -(10 + max(-100, math.frexp(float(grad.abs().amax()))[1]))
+    return bias.masked_fill(bias + most < NEGLIGIBLE, LOWEST), grad * factor, sums - SHIFT, factor
 
 
 MIN_CUDNN_QK_PAIRS = 2**20

@@ -23,6 +23,8 @@ from hf_posswap.kernels.segments import Segment, tiles, whole
 
 BLOCK = 1024
 """Queries that count j from the same start if no slope exceeds 1."""
+BLOCK_WITH_GRADIENTS = 512
+"""The same where gradients are wanted: what a backward leaves out for a whole block is then more."""
 SMALLEST = 64
 """Minimum number of such queries: with a slope above 16, even a neighbouring key has almost no weight."""
 EVERY_KEY = 2**62
@@ -85,8 +87,8 @@ def linear_calls(
     for first, stop, keys in windows or ((0, len(slopes), longest),):
         steepest = float(slopes[first:stop].detach().amax())  # a larger slope loses digits like a larger j
         block = min(BLOCK, max(SMALLEST, int(BLOCK / max(1.0, steepest))), max(1, keys))
-        if with_gradients and keys < longest:
-            block = min(block, max(SMALLEST, keys // 4))
+        if with_gradients:
+            block = min(block, BLOCK_WITH_GRADIENTS, max(SMALLEST, keys // 4))
         heads = None if (first, stop) == (0, len(slopes)) else (first, stop)
         calls += (call for segment in segments for call in _blocks(segment, block, heads, keys, row))
     return arranged(calls)

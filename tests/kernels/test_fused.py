@@ -66,3 +66,21 @@ def test_gradients_of_any_size_are_in_proportion(times: float) -> None:
     for one, other in zip(found, fused.backward(grad, query, key, value, out, sums, **settings), strict=True):
         assert torch.equal(one / times, other)
         assert other.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_a_backward_leaves_out_has_almost_no_weight(rows: int) -> None:
+    """In none of the rows and queries that a number of the bias stands for."""
+    query, grad = torch.randn(2, 3, 4, 40, 8)
+    key, value = torch.randn(2, 3, 2, 300, 8)
+    places = torch.arange(300.0)
+    bias = torch.tensor([0.25, 0.5, 1.0, 8.0])[None, :, None, None] * (places - places[-rows:, None])
+    scores = 0.3 * query.double() @ key.double().repeat_interleave(2, dim=1).mT + bias.double()
+    scores = scores.masked_fill(places > places[-40:, None], -torch.inf)
+    sums = scores.logsumexp(-1)
+    found, _, _, factor = fused._without_tiny(bias, grad, query, key, sums.float(), 0.3)
+    is_left_out = found == fused.LOWEST
+    assert torch.equal(found[~is_left_out], bias[~is_left_out])
+    assert is_left_out.expand_as(scores)[scores - sums[..., None] > -40 + 1e-4].sum() == 0
+    assert is_left_out.float().mean() > 0.3
+    assert 2.0**-11 < float(grad.abs().amax() * factor) <= 2.0**-9
