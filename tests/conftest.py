@@ -52,8 +52,8 @@ MANY = 4
 WHOLE = ("docs",)
 """Folders whose tests are run whole, as are those in no folder: what they hold to the rules may change anywhere."""
 PRECISION = "ACCELERATE_MIXED_PRECISION"
-QUARTER = "POSSWAP_QUARTER"
-"""The environment variable that says which quarter of those cases, 0 to 3, or all; without it an eighth of them."""
+PART = "POSSWAP_PART"
+"""The environment variable that says which eighth of those cases, 0 to 7, or all; without it the first."""
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -183,13 +183,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_other_parts(items: list[pytest.Function]) -> None:
-    """Mark the cases of large tests that are not of this run's part: every fourth or eighth in the order of a hash."""
-    quarter = os.environ.get(QUARTER)
-    if quarter == "all":
+    """Mark the cases of large tests that are not of this run's part: all but every eighth in the order of a hash."""
+    part = os.environ.get(PART, "0")
+    if part == "all":
         return
-    if quarter not in (None, "0", "1", "2", "3"):
-        raise pytest.UsageError(f"{QUARTER} expects 0, 1, 2, 3 or all, got {quarter!r}.")
-    part, parts = (0, 8) if quarter is None else (int(quarter), 4)
+    if part not in [*"01234567"]:
+        raise pytest.UsageError(f"{PART} expects 0 to 7, or all, got {part!r}.")
     left_out = [{mark.name for mark in item.iter_markers()} & {"slow", "exhaustive"} for item in items]
     daily = [item for item, marks in zip(items, left_out, strict=True) if not marks and _is_divided(item.path)]
     cases = collections.defaultdict(list)
@@ -197,8 +196,9 @@ def _mark_other_parts(items: list[pytest.Function]) -> None:
         cases[item.nodeid.partition("[")[0]].append(item)
     for items_of_test in cases.values():
         ordered = sorted(items_of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        parts = min(8, len(ordered))
         for number, item in enumerate(ordered if len(ordered) >= MANY else ()):
-            if number % parts != part:
+            if number % parts != int(part) % parts:
                 item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.rotated)
 

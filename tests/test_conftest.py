@@ -155,7 +155,7 @@ def test_large_of_four(case):
 def test_small(case):
     pass
 """
-QUARTERS = """
+PARTS = """
 import json
 import os
 
@@ -168,45 +168,40 @@ class Names:
 
 
 found = {}
-for quarter in ["", "0", "1", "2", "3", "slow", "half", "all"]:
+for part in ["", *"01234567", "slow", "half", "all"]:
     names = Names()
-    os.environ.update({"POSSWAP_QUARTER": quarter} if quarter not in ("", "slow") else {})
-    chosen = ["-m", "slow and rotated"] if quarter == "slow" else []
+    os.environ.update({"POSSWAP_PART": part} if part not in ("", "slow") else {})
+    chosen = ["-m", "slow and rotated"] if part == "slow" else []
     ended = pytest.main(["-n0", "-qq", "--collect-only", "-p", "no:cacheprovider", *chosen, "tests"], plugins=[names])
-    found[quarter] = int(ended) or names.found
+    found[part] = int(ended) or names.found
 print("FOUND", json.dumps(found))
 """
 
 
-def test_four_quarters_are_every_case_of_a_large_test(tmp_path: Path) -> None:
+def test_eight_parts_are_every_case_of_a_large_test(tmp_path: Path) -> None:
     for folder in ("contract", "docs"):
         (tmp_path / "tests" / folder).mkdir(parents=True)
         (tmp_path / "tests" / folder / "test_cases.py").write_text(LARGE)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")
     shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    env.pop("POSSWAP_QUARTER", None)
-    command = [sys.executable, "-c", QUARTERS]
+    env.pop("POSSWAP_PART", None)
+    command = [sys.executable, "-c", PARTS]
     out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert "FOUND" in out.stdout, out.stdout + out.stderr
     found = json.loads(out.stdout.rpartition("FOUND")[2])
     assert found["half"] == pytest.ExitCode.USAGE_ERROR
-    assert "POSSWAP_QUARTER expects 0, 1, 2, 3 or all, got 'half'." in out.stdout + out.stderr
-    eighth, rest = set(found[""]), set(found["0"]) - set(found[""])
-    assert eighth < set(found["0"])
-    assert all("contract" in name and "large" in name for name in rest)
-    assert any(name in eighth for name in found["0"] if "contract" in name and "large" in name)
-    large = {quarter: [name for name in found[quarter] if "contract" in name and "large" in name] for quarter in "0123"}
-    few = {quarter: [name for name in names if "of_four" in name] for quarter, names in large.items()}
-    assert [len(names) for names in few.values()] == [1, 1, 1, 1]
-    assert few["0"][0] in eighth
-    assert {len(names) for names in large.values()} == {10 + 1}
-    assert len(set().union(*large.values())) == 40 + 4
-    assert sorted(found["slow"]) == sorted(large["0"] + large["1"] + large["2"])  # the quarter before it was "3"
-    others = [[name for name in found[quarter] if name not in large[quarter]] for quarter in "0123"]
-    assert others[0] == others[1] == others[2] == others[3]
+    assert "POSSWAP_PART expects 0 to 7, or all, got 'half'." in out.stdout + out.stderr
+    assert found[""] == found["0"]
+    large = [[name for name in found[part] if "contract" in name and "large" in name] for part in "01234567"]
+    assert {len(names) for names in large} == {5 + 1}
+    every = set().union(*large)
+    assert len(every) == 40 + 4
+    assert sorted(found["slow"]) == sorted(every - set(large[7]))  # the part before it was "7"
+    others = [[name for name in found[part] if name not in every] for part in "01234567"]
+    assert all(names == others[0] for names in others)
     assert len(others[0]) == 3 + 40 + 4 + 3
-    assert sorted(found["all"]) == sorted(others[0] + [name for names in large.values() for name in names])
+    assert sorted(found["all"]) == sorted([*others[0], *every])
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ PLANNED = outside.the_scheme_is_planned_or_refused_with_a_reason.__name__
 REWRITE = "If these cases are gone for a reason, python -m tests.contract.counts --write, and commit counts.json."
 
 
+@pytest.mark.slow
+@pytest.mark.rotated  # CI runs it every third day
 def test_no_point_runs_on_fewer_cases_than_before() -> None:
     gone = lost(count(), {point: n for point, n in row_for(RELEASE).items() if point != LIGHT})
     assert not gone, f"{gone}. {REWRITE}"
