@@ -23,7 +23,6 @@ REWRITE = "If these cases are gone for a reason, python -m tests.contract.counts
 
 
 @pytest.mark.slow
-@pytest.mark.rotated  # CI runs it every third day
 def test_no_point_runs_on_fewer_cases_than_before() -> None:
     gone = lost(count(), {point: n for point, n in row_for(RELEASE).items() if point != LIGHT})
     assert not gone, f"{gone}. {REWRITE}"
