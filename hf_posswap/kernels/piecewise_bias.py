@@ -26,8 +26,8 @@ from hf_posswap.utils.devices import without_autocast
 
 ROWS = 192
 """Queries per call of the kernel: with fewer, it is slower."""
-LEARNED_ROWS = 32
-"""Queries per call if the backward materializes the scores, and all heads: they share the inputs of the network."""
+LEARNED_ROWS = 64
+"""Queries per call if the backward materializes the scores, of all heads at once."""
 STEP = 32
 """Queries between two whose bias is computed; a divisor of the above."""
 DENSE = 2**19
@@ -52,7 +52,6 @@ class PiecewiseBias(NamedTuple):
         offsets: [H, U + 1].
         slopes: [H, U + 1].
         bends: slopes[:, n + 1] - slopes[:, n], [H, U].
-        closed: whether the derivative at a knot is that of the inputs above it, [U], bool; else of those below.
     """
 
     line: Tensor
@@ -61,7 +60,6 @@ class PiecewiseBias(NamedTuple):
     offsets: Tensor
     slopes: Tensor
     bends: Tensor
-    closed: Tensor
 
 
 MakePiecewise = Callable[[Tensor, Tensor], PiecewiseBias]
@@ -132,6 +130,15 @@ class _Values(NamedTuple):
     columns: Tensor | None
 
 
+class _Changes(NamedTuple):
+    """The gradients of the tensors of these names."""
+
+    line: Tensor
+    factors: Tensor
+    offsets: Tensor
+    slopes: Tensor
+
+
 class PiecewiseBlocks:
     """A piecewise linear bias in blocks, with its gradients, for reversed queries.
 
@@ -148,17 +155,19 @@ class PiecewiseBlocks:
     ) -> None:
         dtype = bias_dtype(query.dtype)
         # the farthest distance first, and the last query
-        learned = (bias.line.flip(0), bias.factors.flip(0), bias.knots, bias.offsets, bias.slopes, bias.bends)
+        # f is continuous: all of its change is that of the pieces, none that of the knots
+        learned = bias.line.flip(0), bias.factors.flip(0), bias.offsets, bias.slopes
         self.parameters: tuple[Tensor, ...] = tuple(tensor.to(dtype) for tensor in learned)
-        line, factors, knots, offsets, slopes, bends = (x.detach() for x in self.parameters)
-        self.bias = PiecewiseBias(line, factors, knots, offsets, slopes, bends, bias.closed)
+        line, factors, offsets, slopes = (x.detach() for x in self.parameters)
+        knots, bends = bias.knots.detach().to(dtype), bias.bends.detach().to(dtype)
+        self.bias = PiecewiseBias(line, factors, knots, offsets, slopes, bends)
         self.dense: Tensor
         self.learned = torch.is_grad_enabled() and any(x.requires_grad for x in self.parameters)
         self.farthest, self.segments, self.length = farthest, segments, query.shape[2]
         self.share = query.shape[1] // key.shape[1]
         self.lowest = torch.finfo(query.dtype).min
         self.places: dict[tuple[int, int], _Place] = {}
-        self.changes: PiecewiseBias | None = None
+        self.changes: _Changes | None = None
         self.reused, self.left = not torch.is_grad_enabled(), KEPT
         self.kept: dict[_Place, _Values] = {}
         self.values: _Values | None = None
@@ -350,20 +359,16 @@ class PiecewiseBlocks:
 
     def _evaluate(self, line: Tensor, factors: Tensor, units: tuple[int, int]) -> Tensor:
         """Return the bias [H, q, w] of the products of `line` [w] or [q, w] and `factors` [q, w or 1]."""
-        features = self._features(line, factors, units)
-        with without_autocast(line):
-            values = torch.mm(self._coefficients(units), features.flatten(1))
-        return values.unflatten(1, features.shape[1:])
-
-    def _features(self, line: Tensor, factors: Tensor, units: tuple[int, int]) -> Tensor:
-        """Return 1, the inputs, and the larger of the input and each of the knots `units`, [2 + u, q, w]."""
         shape = (2 + units[1] - units[0], len(factors), line.shape[-1])
+        # 1, the inputs, and the larger of the input and each of the knots
         features = self.features[: shape[0] * shape[1] * shape[2]].view(shape)
         features[0].fill_(1.0)
         torch.mul(line, factors, out=features[1])
         if units[0] < units[1]:
             torch.maximum(features[1], self.bias.knots[slice(*units), None, None], out=features[2:])
-        return features
+        with without_autocast(line):
+            values = torch.mm(self._coefficients(units), features.flatten(1))
+        return values.unflatten(1, shape[1:])
 
     def _coefficients(self, units: tuple[int, int]) -> Tensor:
         """Return the factors of those features, [H, 2 + u]."""
@@ -374,46 +379,54 @@ class PiecewiseBlocks:
         return self.coefficients[units]
 
     def gradient(self, change: Tensor, block: Block) -> None:
-        place = self.places[block.rows.start, block.queries.start]
-        rows, keys = change.shape[-2:]
+        assert self.values is not None
+        place, columns = self.places[block.rows.start, block.queries.start], self.values.columns
         total = change[0] if len(change) == 1 else change.sum(dim=0)  # [H, q, K]
         if self.changes is None:
-            self.changes = PiecewiseBias(*(torch.zeros_like(x) for x in self.bias))
-        step = min(STEP, max(1, FEATURES // ((2 + len(self.bias.knots)) * keys)))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            self._accumulate(total[:, start:stop], place.line + start, place.factor + start)
+            self.changes = _Changes(*(torch.zeros_like(x) for x in self.parameters))
+        # pad rows by STEP, then re-read with rows shorter by one: each row shifts one further to the right
+        rows, stride = total.shape[1], total.shape[2] + STEP
+        padded = torch.nn.functional.pad(total, (0, STEP))
+        for start in range(0, rows, STEP):
+            count = min(STEP, rows - start)
+            shape, strides = (len(total), count, stride - 1), (rows * stride, stride - 1, 1)
+            by_distance = padded.as_strided(shape, strides, start * stride)
+            at = _Place(place.line + start, place.factor + start)
+            if columns is not None:
+                some = columns[(columns >= start * stride) & (columns < (start + STEP) * stride)] - start * stride
+                self._accumulate_pairs(by_distance.index_select(2, some), some, at)
+                by_distance.index_fill_(2, some, 0.0)
+            self._accumulate(by_distance, at)
 
-    def _accumulate(self, change: Tensor, at_line: int, at_factor: int) -> None:
-        """Add the gradients by `change` [H, q, K] of the bias of queries from `at_factor` on."""
+    def _accumulate(self, change: Tensor, at: _Place) -> None:
+        """Add the gradients by `change` [H, q, W] of queries, where no unit switches between those of a distance."""
         assert self.changes is not None
-        to, bias = self.changes, self.bias
-        _, count, keys = change.shape
-        units = self._units(at_line, keys + count - 1, at_factor, count)
-        low, high = units
-        line = bias.line.as_strided((count, keys), (1, 1), bias.line.storage_offset() + at_line)
-        factors = bias.factors[at_factor : at_factor + count]
-        knots, closed = bias.knots[low:high], bias.closed[low:high]
-        features, flat = self._features(line, factors[:, None], units), change.flatten(1)  # [2 + u, q, K], [H, q K]
-        by_feature = torch.mm(flat, features.flatten(1).T)  # [H, 2 + u]
-        to.offsets[:, low] += by_feature[:, 0]
-        to.slopes[:, low] += by_feature[:, 1]
-        to.bends[:, low:high] += by_feature[:, 2:] - by_feature[:, :1] * knots
-        of_features = torch.mm(self._coefficients(units)[:, 1:].T, flat).unflatten(1, (count, keys))  # [1 + u, q, K]
-        if low < high:
-            # a derivative exists above the knot, or from it on
-            edges = torch.where(closed, torch.nextafter(knots, torch.full_like(knots, -torch.inf)), knots)
-            of_features[1:] *= torch.gt(features[1], edges[:, None, None], out=features[2:])
-            to.knots[low:high] -= of_features[1:].sum(dim=(1, 2))
-        of_inputs = of_features.sum(dim=0)  # [q, K]
-        to.factors[at_factor : at_factor + count] += (of_inputs * line).sum(dim=1)
-        # pad rows by `count`, then re-read with rows shorter by one: each row shifts one further to the right
-        padded = torch.nn.functional.pad(of_inputs.mul_(factors[:, None]), (0, count)).flatten()
-        width = keys + count - 1
-        to.line[at_line : at_line + width] += padded[: count * width].view(count, width).sum(dim=0)
+        to, (_, queries, distances) = self.changes, change.shape
+        lines, places = slice(at.line, at.line + distances), slice(at.factor, at.factor + queries)
+        line, factors = self.bias.line[lines], self.bias.factors[places]
+        pieces = torch.searchsorted(self.bias.knots, line * factors[0])  # [W]
+        slopes = self.bias.slopes.index_select(1, pieces)  # [H, W]
+        constant, linear = torch.matmul(torch.stack((torch.ones_like(factors), factors)), change).unbind(1)  # [H, W]
+        to.offsets.index_add_(1, pieces, constant)
+        to.slopes.index_add_(1, pieces, linear * line)
+        to.line[lines] += (linear * slopes).sum(dim=0)
+        to.factors[places] += torch.matmul(change, (slopes * line)[..., None]).sum(dim=(0, 2))
+
+    def _accumulate_pairs(self, change: Tensor, columns: Tensor, at: _Place) -> None:
+        """Add the gradients by `change` [H, q, N] of queries and the distances `columns`, wherever units switch."""
+        assert self.changes is not None
+        to, places = self.changes, slice(at.factor, at.factor + change.shape[1])
+        line, factors = self.bias.line[at.line + columns], self.bias.factors[places, None]
+        inputs = line * factors  # [q, N]
+        pieces = torch.searchsorted(self.bias.knots, inputs).flatten()
+        to.offsets.index_add_(1, pieces, change.flatten(1))
+        to.slopes.index_add_(1, pieces, (change * inputs).flatten(1))
+        of_inputs = (change * self.bias.slopes.index_select(1, pieces).view(change.shape)).sum(dim=0)  # [q, N]
+        to.line.index_add_(0, at.line + columns, (of_inputs * factors).sum(dim=0))
+        to.factors[places] += (of_inputs * line).sum(dim=1)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         if self.changes is None:  # no block
             return (None,) * len(self.parameters)
         changes, self.changes = self.changes, None
-        return changes[:-1]
+        return changes

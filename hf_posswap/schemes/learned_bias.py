@@ -301,7 +301,7 @@ class FireMechanism(Mechanism):
         line_offset = offset + (outer * torch.where(is_line, shift, 0.0)).sum(dim=1)
         return PiecewiseBias(
             line, factors, torch.where(has_knot, knots, torch.inf), line_offset[:, None] - drops,
-            line_slope[:, None] + turns, bends, (weight < 0)[order],
+            line_slope[:, None] + turns, bends,
         )  # fmt: skip
 
     def _of(self, share: Tensor) -> Tensor:
