@@ -381,16 +381,20 @@ class PiecewiseBlocks:
     def gradient(self, change: Tensor, block: Block) -> None:
         assert self.values is not None
         place, columns = self.places[block.rows.start, block.queries.start], self.values.columns
-        total = change[0] if len(change) == 1 else change.sum(dim=0)  # [H, q, K]
+        _, heads, rows, keys = change.shape
+        stride = keys + STEP
         if self.changes is None:
             self.changes = _Changes(*(torch.zeros_like(x) for x in self.parameters))
         # pad rows by STEP, then re-read with rows shorter by one: each row shifts one further to the right
-        rows, stride = total.shape[1], total.shape[2] + STEP
-        padded = torch.nn.functional.pad(total, (0, STEP))
+        padded = self.dense[: heads * rows * stride].view(heads, rows, stride)  # the block's bias is no longer needed
+        padded[..., keys:].zero_()
+        padded[..., :keys] = change[0]
+        for other in change[1:]:
+            padded[..., :keys] += other
         for start in range(0, rows, STEP):
             count = min(STEP, rows - start)
-            shape, strides = (len(total), count, stride - 1), (rows * stride, stride - 1, 1)
-            by_distance = padded.as_strided(shape, strides, start * stride)
+            shape, strides = (heads, count, stride - 1), (rows * stride, stride - 1, 1)
+            by_distance = padded.as_strided(shape, strides, padded.storage_offset() + start * stride)
             at = _Place(place.line + start, place.factor + start)
             if columns is not None:
                 some = columns[(columns >= start * stride) & (columns < (start + STEP) * stride)] - start * stride
@@ -406,7 +410,7 @@ class PiecewiseBlocks:
         line, factors = self.bias.line[lines], self.bias.factors[places]
         pieces = torch.searchsorted(self.bias.knots, line * factors[0])  # [W]
         slopes = self.bias.slopes.index_select(1, pieces)  # [H, W]
-        constant, linear = torch.matmul(torch.stack((torch.ones_like(factors), factors)), change).unbind(1)  # [H, W]
+        constant, linear = change.sum(dim=1), torch.matmul(factors, change)  # [H, W]
         to.offsets.index_add_(1, pieces, constant)
         to.slopes.index_add_(1, pieces, linear * line)
         to.line[lines] += (linear * slopes).sum(dim=0)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
+import numpy as np
+
 from hf_posswap.errors import OptionError, SchemeError, UnknownNameError
 from hf_posswap.geometry import Geometry
 from hf_posswap.registry import Registry
@@ -320,7 +322,9 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
     needed = [name for name in required if name not in options]
     if needed:
         raise OptionError(f"scheme {scheme!r} needs {', '.join(map(repr, needed))}: it has no default.")
-    return cls(**options)
+    # numpy's numbers and arrays become Python's, which are saved with the model
+    plain = {name: x.tolist() if isinstance(x, (np.generic, np.ndarray)) else x for name, x in options.items()}
+    return cls(**plain)
 
 
 def _is_written_as_sum(text: str) -> bool:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import ClassVar, get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -200,3 +201,16 @@ def test_rope_parameters_of_a_type_without_a_scheme_are_refused() -> None:
         make_scheme({"rope_type": "linear", "factr": 2.0})
     with pytest.raises(OptionError, match="factor"):
         make_scheme({"rope_type": "linear", "factor": 2.0}, factor=3.0)
+
+
+def test_numbers_and_arrays_of_numpy_are_python_s() -> None:
+    scheme = make_scheme("yarn", factor=np.float32(2.5), original_length=np.int64(32), truncate=np.bool_(False))
+    assert json.dumps(scheme.to_dict()) == json.dumps(
+        make_scheme("yarn", factor=2.5, original_length=32, truncate=False).to_dict()
+    )
+    factors = np.array([1.0, 2.0, 4.0], dtype=np.float32)
+    assert make_scheme("longrope", short_factor=factors, long_factor=factors * 2) == make_scheme(
+        "longrope", short_factor=[1.0, 2.0, 4.0], long_factor=[2.0, 4.0, 8.0]
+    )
+    with pytest.raises(SchemeError, match="original_length must be a whole number"):
+        make_scheme("yarn", original_length=np.float64(32.5))

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -92,6 +93,7 @@ def plan_swap(
         >>> plan.route, [edit.path for edit in plan.edits][:2]
         ('plugin', ['transformer.wpe', 'transformer.posswap'])
     """
+    max_length = int(max_length) if isinstance(max_length, np.integer) else max_length
     with without_fake_mode():
         return _planned(unwrap(model), scheme, max_length, site, relative, options)
 
