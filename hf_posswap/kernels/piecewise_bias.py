@@ -173,7 +173,8 @@ class PiecewiseBlocks:
         self.values: _Values | None = None
         self.known = holds_values(self.bias.knots)
         longest = max(segment.queries[1] - segment.queries[0] for segment in segments)
-        self.rows = min(LEARNED_ROWS if self.learned else ROWS, -(-longest // STEP) * STEP)
+        self.rows = min(ROWS, -(-longest // STEP) * STEP)
+        self.written_out = False
         self._free_buffers()
 
     def blocks(self) -> Iterator[Block]:
@@ -197,11 +198,13 @@ class PiecewiseBlocks:
             after -= end - first
         if not self.reused:
             self._free_buffers()
+        if self.learned:  # the next pass is the backward, which materializes the scores
+            self.rows, self.written_out = min(LEARNED_ROWS, self.rows), True
 
     def _head_ranges(self, keys: int) -> Iterator[slice]:
         """Yield the heads of each call: of some groups, or some of one group's."""
         heads = len(self.bias.offsets)
-        step = heads if self.learned else max(1, DENSE // (self.rows * keys))
+        step = heads if self.written_out else max(1, DENSE // (self.rows * keys))
         if step >= self.share:
             step -= step % self.share
         else:
@@ -227,7 +230,7 @@ class PiecewiseBlocks:
         line, (heads, units) = self.bias.line, self.bias.bends.shape
         keys = max(segment.keys[1] - segment.keys[0] for segment in self.segments)
         padded = self.rows * (keys + STEP)
-        most = heads * padded if self.learned else max(padded, 2 * DENSE, heads * self.rows * 2 * STEP)
+        most = heads * padded if self.written_out else max(padded, 2 * DENSE, heads * self.rows * 2 * STEP)
         self.dense = line.new_empty(min(heads * padded, most))
         of_query = (2 + units) * (keys + self.rows)
         self.features = line.new_empty(max(FEATURES, (self.rows // STEP + 1) * of_query))
