@@ -160,9 +160,9 @@ def written_out(
     def by_group(x: Tensor) -> Tensor:  # [B, G, H/G Q, D]
         return x.unflatten(1, (groups, -1)).flatten(2, 3).to(wide)
 
-    queries, rows = by_group(query), by_group(grad)
+    queries, rows = by_group(query) * scaling, by_group(grad)
     keys, values = key.to(wide), value.to(wide)
-    scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scaling)  # [B, G, H/G Q, K]
+    scores = torch.matmul(queries, keys.transpose(-1, -2))  # [B, G, H/G Q, K]
     shape = (*query.shape[:3], key.shape[2])
     probabilities = scores.view(shape).add_(bias).sub_(sums[..., None]).exp_()  # [B, H, Q, K]
     torch.threshold_(probabilities, NEGLIGIBLE, 0.0)  # CPUs are slow with numbers that are almost 0
@@ -172,7 +172,7 @@ def written_out(
     bias_grad = torch.matmul(rows, values.transpose(-1, -2)).view(shape).sub_(delta).mul_(probabilities)
     by_head = bias_grad.view(scores.shape)
     to_query = torch.matmul(by_head, keys).mul_(scaling).view(query.shape)
-    to_key = torch.matmul(by_head.transpose(-1, -2), queries).mul_(scaling)
+    to_key = torch.matmul(by_head.transpose(-1, -2), queries)
     return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype), bias_grad
 
 
@@ -407,7 +407,8 @@ class HankelBias:
             self.change = torch.zeros_like(self.line)
         rows, keys = change.shape[-2:]
         # pad rows by `rows`, then re-read with rows shorter by one: each row shifts one further to the right
-        skewed = torch.nn.functional.pad(change.sum(dim=0), (0, rows)).flatten(1)[:, : rows * (keys + rows - 1)]
+        total = change[0] if len(change) == 1 else change.sum(dim=0)
+        skewed = torch.nn.functional.pad(total, (0, rows)).flatten(1)[:, : rows * (keys + rows - 1)]
         at = self._offset(block)
         self.change[:, at : at + keys + rows - 1] += skewed.unflatten(1, (rows, -1)).sum(dim=1)
 
