@@ -185,3 +185,12 @@ def test_numbers_that_are_not_finite_are_not_hidden() -> None:
         getattr(mechanism, name).data.view(-1)[0] = torch.nan
         with torch.no_grad():
             assert attend(mechanism, tensors(queries, keys), segments).isnan().any(), name
+
+
+def test_a_second_backward_through_the_same_graph_gives_the_same_gradients() -> None:
+    queries, keys, segments = LAYOUTS["several blocks"]
+    mechanism, inputs = fire("random"), tensors(queries, keys)
+    wanted = [*inputs, *mechanism.parameters()]
+    loss = attend(mechanism, inputs, segments).square().sum()
+    first, second = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

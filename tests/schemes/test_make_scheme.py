@@ -203,7 +203,7 @@ def test_rope_parameters_of_a_type_without_a_scheme_are_refused() -> None:
         make_scheme({"rope_type": "linear", "factor": 2.0}, factor=3.0)
 
 
-def test_numbers_and_arrays_of_numpy_are_python_s() -> None:
+def test_numbers_and_arrays_of_numpy_become_those_of_python() -> None:
     scheme = make_scheme("yarn", factor=np.float32(2.5), original_length=np.int64(32), truncate=np.bool_(False))
     assert json.dumps(scheme.to_dict()) == json.dumps(
         make_scheme("yarn", factor=2.5, original_length=32, truncate=False).to_dict()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -241,3 +242,8 @@ def test_what_works_instead_works_for_such_a_model(model: str, scheme: str) -> N
     works = str(raised.value).partition("What works: ")[2].partition(", and ")[0].removesuffix(".")
     for other in works.replace(" and its scalings", "").split(", "):
         assert plan_swap(tiny_model(model), other).scheme.name == other
+
+
+def test_a_length_of_numpy_is_planned_as_one_of_python() -> None:
+    plan = plan_swap(build("gpt2"), "alibi", max_length=np.int64(64))  # type: ignore[arg-type]
+    assert json.dumps(plan.to_dict()) == json.dumps(plan_swap(build("gpt2"), "alibi", max_length=64).to_dict())
