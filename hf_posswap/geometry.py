@@ -37,6 +37,8 @@ class Geometry:
         image_size: height and width, in pixels, of the images that the model was made for; None: it sees no images.
         patch_size: height and width of the patch of an image that becomes one token, in pixels; None as above.
         prefix_tokens: tokens before the patches that are not patches: class, distillation.
+        scaled_length: positions to which a scaling in the config (YaRN, Llama 3's, LongRoPE) extends the original
+            length, whether the weights were trained with it or not; None: there is no such scaling.
     """
 
     hidden_size: int
@@ -56,6 +58,7 @@ class Geometry:
     image_size: tuple[int, int] | None = None
     patch_size: tuple[int, int] | None = None
     prefix_tokens: int = 0
+    scaled_length: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "original_length"):

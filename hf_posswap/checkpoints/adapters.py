@@ -20,7 +20,13 @@ from torch import nn
 
 from hf_posswap.compat.peft_wrappers import trained_copies_of, watch_adapters
 from hf_posswap.compat.transformers_loading import undoing_what_has_an_inverse
-from hf_posswap.errors import CheckpointError, MissingDependencyError, NotPatchedError, UnsupportedSwapError
+from hf_posswap.errors import (
+    CheckpointError,
+    MissingDependencyError,
+    NotPatchedError,
+    OptionError,
+    UnsupportedSwapError,
+)
 from hf_posswap.patching.apply.applied import applied_swap
 from hf_posswap.patching.edits.removed_table import holds
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -31,6 +37,7 @@ from hf_posswap.patching.sites.embedding.table_edits import BlendTable, ReplaceT
 from hf_posswap.patching.tools.centring import CENTRED
 from hf_posswap.schemes.mechanism import building
 from hf_posswap.utils.atomic_io import read_object, shown, write_json
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 from hf_posswap.utils.threads import ignored_warnings
 from hf_posswap.utils.untrusted import read_bounded_json
@@ -47,8 +54,7 @@ _HINT = "{base} (positions swapped to {scheme}; load this adapter with hf_posswa
 def add_adapter(model: PreTrainedModel, config: PreTrainedConfig, adapter_name: str = "default") -> Any:
     """Return a PEFT model around the swapped `model` whose adapter trains the positions too, and carries the swap.
 
-    It is `peft.get_peft_model` with `position_modules(model)` added to the config's `modules_to_save`. `config` itself
-    is not changed.
+    It is `peft.get_peft_model` with `position_modules(model)` added to the `modules_to_save` of a copy of `config`.
 
     Args:
         model: a swapped transformers model.
@@ -57,6 +63,7 @@ def add_adapter(model: PreTrainedModel, config: PreTrainedConfig, adapter_name: 
 
     Raises:
         NotPatchedError: the model carries no swap: use PEFT alone.
+        OptionError: `config` is no PEFT config, or has no modules_to_save.
         MissingDependencyError: peft is not installed.
 
     Example:
@@ -70,8 +77,9 @@ def add_adapter(model: PreTrainedModel, config: PreTrainedConfig, adapter_name: 
         ['posswap']
     """
     peft = import_peft()
-    config = copy.deepcopy(config)
-    wanted = position_modules(model)
+    config, wanted = copy.deepcopy(config), position_modules(model)
+    if not isinstance(config, peft.PeftConfig) or (wanted and not hasattr(config, "modules_to_save")):
+        raise OptionError(f"give a PEFT config with modules_to_save, such as LoraConfig(), not {brief_repr(config)}.")
     if wanted:
         config.modules_to_save = sorted({*(config.modules_to_save or ()), *wanted})
     with without_peft_warning():

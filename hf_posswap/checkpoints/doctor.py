@@ -23,7 +23,7 @@ from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding, Serving, 
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import CLAIMS, filled, is_known, judge
 from hf_posswap.checkpoints.native import RUN_PLUGINS, stock_config
-from hf_posswap.compat.transformers_models import unsaved_keys
+from hf_posswap.compat.transformers_models import building_on_meta, unsaved_keys
 from hf_posswap.errors import CheckpointError, RecordError, RemoteCodeError, UnsupportedModelError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
@@ -217,7 +217,7 @@ def lay_out(chart: Chart, **hub: Any) -> Layout | Finding:
         if native_config_class(config) is not config_class:
             named = swapped_class(named)
         refuse_endless(named, config, bounds_by(chart.shapes, config))
-        with torch.device("meta"):
+        with building_on_meta():
             model = named(copy.deepcopy(config))
     except RemoteCodeError:
         problem = "it cannot be read without running code of the checkpoint: only files were checked."

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_posswap.checkpoints.doctor_findings import Finding
 from hf_posswap.compat.transformers_loading import file_of
+from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import CheckpointError, RecordError
 from hf_posswap.families.rope_config import BY_TYPE, FOLLOW_LENGTH, SCALED, RopeSettings
 from hf_posswap.patching.edits.settings import EditConfig
@@ -375,7 +374,7 @@ def _against_config(record: SwapRecord, config: dict[str, object], chart: Chart)
             | {"model_type": record.base_type}
             | record.original
         )
-        with within(bounds_by(chart.shapes, native), native), torch.device("meta"):
+        with within(bounds_by(chart.shapes, native), native), building_on_meta():
             skeleton = model_class_of(native)(native)
         plan = plan_swap(skeleton, record.choice(), **record.arguments)
     except Exception as error:  # config classes, models and validators may raise anything

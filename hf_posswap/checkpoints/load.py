@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_posswap.checkpoints.adapters import (
     ADAPTER_CONFIG,
     SIDECAR_VERSION,
@@ -22,6 +20,7 @@ from hf_posswap.checkpoints.adapters import (
 )
 from hf_posswap.compat.peft_wrappers import LEFT_OVER, read_adapter_weights
 from hf_posswap.compat.transformers_loading import auto_mapping, file_of, ignored_on_load
+from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
 from hf_posswap.patching.apply.applied import AppliedSwap, applied_swap
 from hf_posswap.patching.apply.guard import set_resizing
@@ -161,7 +160,7 @@ def load(
         reason = error if str(error) else type(error).__name__
         raise CheckpointError(f"cannot load {str(source)!r}: {reason}") from error
     prefix = f"{model.base_model_prefix}."
-    _refuse_misfits(source, info, None if model_class is None else _keys_held(config, prefix), prefix)
+    _refuse_misfits(source, info, None if model_class is None else _keys_held(config), prefix)
     if not elsewhere:
         _refuse_integers(source, model, info, hub)
     record = getattr(model.config, "posswap", None)
@@ -180,9 +179,10 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str]
             f"the weights of {str(source)!r} do not fit its config: missing {missing[:8]}, of another shape "
             f"{mismatched[:8]}, unknown {unexpected[:8]}."
             + (
-                " The class that config.json names has them under other names (shared embeddings, for one), and "
-                "transformers would leave these random. What works: load without model_class, and take the part that "
-                "you need from there, by model.get_encoder() or model.get_decoder()."
+                " The class that config.json names has them under other names (another prefix, or shared embeddings), "
+                "and transformers would leave these random. What works: for another prefix, such as that of Llama's "
+                r"class for answering questions, key_mapping={r'^model\.': 'transformer.'}; else load without "
+                "model_class, and take the part that you need, by model.get_encoder() or model.get_decoder()."
                 if missing and required is not None
                 else ""
             )
@@ -223,13 +223,14 @@ def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str,
         )
 
 
-def _keys_held(config: PreTrainedConfig, prefix: str) -> set[str]:
+def _keys_held(config: PreTrainedConfig) -> set[str]:
     """Return the keys, less the base model's prefix, of the model that the checkpoint's config names."""
     config_class = type(config)
     named = model_class_of(config)
     if native_config_class(config) is not config_class:
         named = swapped_class(named)
-    with torch.device("meta"):
+    prefix = f"{named.base_model_prefix}."  # a sibling class may have another
+    with building_on_meta():
         return {key.removeprefix(prefix) for key in named(copy.deepcopy(config)).state_dict()}
 
 

@@ -23,7 +23,7 @@ from hf_posswap.checkpoints.native_weights import SOURCES, Blueprint
 from hf_posswap.compat.peft_wrappers import is_adapted
 from hf_posswap.compat.torch_modules import copy_module
 from hf_posswap.compat.transformers_loading import build_model
-from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.compat.transformers_models import building_on_meta, without_initialising
 from hf_posswap.errors import (
     NotPatchedError,
     PosswapError,
@@ -234,7 +234,7 @@ def stock_instead(folder: Path, *, in_memory: bool, trust_remote_code: bool = Fa
     if record is None or record.get("route") != "plugin":
         return ()
     try:
-        with torch.device("meta"):
+        with building_on_meta():
             model = swapped_class(model_class_of(config))(copy.deepcopy(config))
     except Exception:  # code of any model, at values of any config: no more than a suggestion is lost
         return ()

@@ -29,12 +29,12 @@ from hf_posswap.checkpoints.native_weights import (
     refuse,
     transformer_weights_of,
 )
-from hf_posswap.compat.transformers_models import masks_the_future
+from hf_posswap.compat.transformers_models import building_on_meta, masks_the_future
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import plan_swap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
-from hf_posswap.patching.record.model_class import build_native, native_class
+from hf_posswap.patching.record.model_class import native_class, native_skeleton
 from hf_posswap.patching.record.record import native_config, without_record
 from hf_posswap.rope_math import default_inv_freq, permute_rows
 from hf_posswap.schemes import NoPE, RotaryScheme, T5Bias
@@ -96,7 +96,7 @@ def say_rope(model_class: type[PreTrainedModel], config: PreTrainedConfig, plan:
         UnsupportedSwapError: no rope type of transformers says it.
     """
     half = dataclasses.replace(rotary_scheme(plan), layout="half")
-    with torch.device("meta"):
+    with building_on_meta():
         skeleton = model_class(config)
     trial = plan_swap(skeleton, half, max_length=plan.max_length)
     if trial.route != "native":
@@ -146,9 +146,7 @@ def _same_class_config(model: PreTrainedModel, plan: SwapPlan) -> PreTrainedConf
     scheme: Scheme = plan.scheme
     if not isinstance(scheme, NoPE):
         scheme = dataclasses.replace(rotary_scheme(plan), layout=plan.sites.geometry.layout)
-    with torch.device("meta"):
-        skeleton = build_native(model, config)
-    trial = plan_swap(skeleton, scheme, max_length=plan.max_length)
+    trial = plan_swap(native_skeleton(model, config), scheme, max_length=plan.max_length)
     if trial.route != "native":
         refuse(f"its rope parameters cannot express {plan.scheme.name} with these parameters")
     for edit in trial.edits:

@@ -30,6 +30,7 @@ from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown
 from hf_posswap.utils.format import brief
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
         CheckpointError: the folder holds something (with `overwrite`: something that no save wrote, or that was changed
             since), or cannot be written; or weights are offloaded, and no device map says where, or are quantized in a
             form that no checkpoint holds; or the config was changed since the swap, where the swap set it.
-        OptionError: another tokenizer than its own was given with a SentenceTransformer.
-        UnsupportedSwapError: a SentenceTransformer has no transformers model in it, or several; or an adapter in it has
-            a base that was swapped in memory.
+        OptionError: another tokenizer than its own was given with a SentenceTransformer; or `folder` is no path.
+        UnsupportedSwapError: `model` is none of these; a SentenceTransformer has no transformers model in it, or
+            several; or an adapter in it has a base that was swapped in memory.
 
     Example:
         >>> import tempfile
@@ -72,7 +73,10 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
         ...     load(saved).config.posswap["scheme"]["name"]
         'alibi'
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise OptionError(f"a model is saved to a folder: give its path, got {brief_repr(folder)}.")
     path = Path(folder)
+    unwrap(model)  # raises where it is none
     _refuse_offloaded(model)
     if is_sentence_model(model):
         inner_model(model)  # raises where there is none

@@ -140,10 +140,10 @@ def parse_candidates(models: list[str], max_length: int | None, baseline: str | 
         baseline: name of the baseline, to be checked; None: the default baseline.
 
     Raises:
-        CheckpointError: a folder does not exist, or the first argument names no model.
+        CheckpointError: a folder does not exist.
         DataError: two models have the same name.
-        OptionError, UnknownNameError, SchemeError: as `make_scheme`; or an argument has no model after its name, or no
-            model is called `baseline`.
+        OptionError, UnknownNameError, SchemeError: as `make_scheme`; or an argument has no model after its name, the
+            first one names none, or no model is called `baseline`.
 
     Example:
         >>> candidates = parse_candidates(["org/llama", "+yarn:factor=4", "mine=org/other"], None)
@@ -204,4 +204,6 @@ def _parse_model_argument(text: str, first: str | None) -> ModelSpec:
     model, plus, swap = rest.partition("+")
     if plus and not swap:
         raise OptionError(f"{text!r}: expected a scheme after +, for example +rope; posswap schemes lists them.")
+    if plus and not model and not first:
+        raise OptionError(f"{text!r} puts a scheme into the first model, and none is before it: write MODEL {text}.")
     return ModelSpec(name or None, first if plus and not model and first else source_of(model), swap)

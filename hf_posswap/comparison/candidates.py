@@ -261,7 +261,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a hash of 32 hex digits over the weights and the config of `model`, its swap, and the code of own schemes.
+    """Return a hash of 32 hex digits over the weights, config and numbers of `model`, its swap, and own schemes' code.
 
     Of a model with PEFT adapters, it also covers which of them are at work.
 
@@ -274,14 +274,18 @@ def fingerprint(model: PreTrainedModel) -> str:
         False
     """
     config, record = lasting_values(model.config), getattr(model.config, "posswap", None) or {}
-    total = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    if own := code_digests(sorted({*(record.get("imports") or {}).values()})):
-        total.update(json.dumps(own).encode())
-    if adapters := adapters_at_work(model):
-        total.update(json.dumps(adapters, default=str).encode())
+    own, adapters = code_digests(sorted({*(record.get("imports") or {}).values()})), adapters_at_work(model)
+    total = hashlib.sha256(json.dumps([config, own, adapters], sort_keys=True, default=str).encode())
     unpack_4_bit_weights(model)
-    reach = reach_of(model)  # buffers that are not saved: frequencies, unless the last text's length sets them
-    unsaved = dict(model.named_buffers()) if reach.prefix_consistent or not reach.causal else {}
+    reach = reach_of(model)
+    steady = reach.prefix_consistent or not reach.causal  # else the last text's length sets frequencies, and more
+    for path, module in model.named_modules():  # a scale of the scores, say, which neither weights nor config show
+        for name, value in sorted(vars(module).items()):
+            values = (*value.values(), 0) if isinstance(value, dict) else (value,)  # the scales of LoRA's adapters
+            number = isinstance(values[0], float) or (steady and len(values) == 1 and isinstance(value, int))
+            if number and not name.startswith("_") and name != "training":
+                total.update(f"{path}.{name} {value}".encode())
+    unsaved = dict(model.named_buffers()) if steady else {}  # which are not saved: frequencies
     for name, value in sorted((unsaved | model.state_dict()).items()):
         total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         for part in plain_parts(value):

@@ -20,11 +20,18 @@ import torch
 from hf_posswap.comparison.candidates import Candidate, ModelLoader, Subject, make_subject
 from hf_posswap.comparison.documents import read_documents
 from hf_posswap.comparison.measures import MEASURES, keep_prefixes, why_no_needles
-from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.report.results import Results
 from hf_posswap.comparison.results import collect_results
 from hf_posswap.comparison.settings import EvalSettings
-from hf_posswap.comparison.work import ProgressEstimator, Unit, UnitCost, Work, document_losses, planned_units
+from hf_posswap.comparison.work import (
+    ProgressEstimator,
+    Unit,
+    UnitCost,
+    Work,
+    document_losses,
+    planned_units,
+    window_reader,
+)
 from hf_posswap.errors import DataError, PositionRangeError
 from hf_posswap.evaluation.cost import check_memory
 from hf_posswap.evaluation.losses import sliding_document, sliding_reads
@@ -33,7 +40,6 @@ from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.evaluation.statistics import holm_corrected, mcnemar_p, paired_change
 from hf_posswap.evaluation.store import RunStore
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.patching.record.training import training_of
 from hf_posswap.text.tokens import check_token_ids
 
 if TYPE_CHECKING:
@@ -61,7 +67,7 @@ def prepare(
     """Return the work on every candidate, in order, and the lengths. Everything is checked, nothing is measured.
 
     Args:
-        chosen: the candidates; the first one determines the window and the default lengths.
+        chosen: the candidates; the first one determines the default lengths.
         names: the candidates' names.
         reference: name of the baseline.
         tokenizer: the tokenizer of all candidates.
@@ -82,7 +88,7 @@ def prepare(
     text = read_documents(documents, tokenizer, length=lengths[-1], limit=count, column=column, begin=begin)
     for subject in subjects:
         check_token_ids(subject.model, text.tokens)
-    window = min(subjects[0].reach.window or lengths[0], lengths[-1])
+    window = min(window_reader(subjects, base).reach.window or lengths[0], lengths[-1])
     works = []
     for subject in subjects:
         limit, other = subject.reach.limit, None if subject is base else base
@@ -191,21 +197,12 @@ def sliding_source(works: Sequence[Work], reference: Work) -> Work | None:
 
     Returns None if perplexity by length is not requested, no length exceeds the window, or the model cannot run it.
     """
-    controls = [work for work in works if _is_control(work)]
-    native = [work for work in (reference, *works) if work.subject.plan is None]
-    source = (controls or native or [reference])[0]
+    reader = window_reader([work.subject for work in works], reference.subject)
+    source = next(work for work in works if work.subject is reader)
     longest, limit = max(max(work.lengths) for work in works), source.subject.reach.limit
     window = source.window
     reads = source.subject.scoring is not None and 2 <= window < longest and (limit is None or window <= limit)
     return source if reads and "ppl_prefix" in source.metrics else None
-
-
-def _is_control(work: Work) -> bool:
-    """Return whether the model is called a control, or is unswapped and was trained by the recipe `control`."""
-    if is_control(work.subject.name):
-        return True
-    training = training_of(work.subject.model.config)
-    return work.subject.plan is None and training is not None and training.recipe == CONTROL
 
 
 def _sliding_values(work: Work, length: int) -> list[np.ndarray]:

@@ -24,7 +24,7 @@ from hf_posswap.comparison.report.conclusion import conclude, control_warnings
 from hf_posswap.comparison.report.results import ModelEntry, Results
 from hf_posswap.comparison.report.words import losses_by_position, scores_by_length, task_scores
 from hf_posswap.comparison.tables import latex, markdown
-from hf_posswap.comparison.work import Work
+from hf_posswap.comparison.work import Work, window_reader
 from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
@@ -206,8 +206,14 @@ def collect_results(
         command: the command line, or None.
     """
     count, notes = len(base.documents.names), []
+    reader = window_reader([work.subject for work in works], base.subject)
+    window = reader.reach.window or base.window
+    others = [f"{work.subject.name} {work.subject.reach.window}" for work in works
+              if work.subject.reach.window not in (0, window)]  # fmt: skip
     if count < LEAST_DOCUMENTS:
         notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
+    if others:
+        notes.append(f"Windows differ ({', '.join(others)}): here they are those of {reader.name}, {window} tokens.")
     if base.documents.protocol == JOINED:
         notes.append(f"Concatenating protocol: {base.documents.said}.")
     tokenizer = base.tokenizer
@@ -216,7 +222,7 @@ def collect_results(
         "schema": SCHEMA,
         "kind": "hf_posswap evaluation",
         "base": base.subject.name,
-        "window": works[0].subject.reach.window or base.window,
+        "window": window,
         "lengths": list(lengths),
         "metrics": list(base.metrics),
         "settings": base.settings.to_dict(),

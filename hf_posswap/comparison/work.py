@@ -18,11 +18,13 @@ import torch
 
 from hf_posswap.comparison.candidates import Subject
 from hf_posswap.comparison.documents import EvalDocuments
+from hf_posswap.comparison.names import CONTROL, is_control
 from hf_posswap.comparison.ranks import Ranks
 from hf_posswap.comparison.settings import EvalSettings
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.cost import forward_operations
 from hf_posswap.evaluation.store import RunStore, Value, unit_key
+from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.printable import printable
 from hf_posswap.utils.progress import BarReporter, Reporter
 
@@ -340,6 +342,19 @@ class Work:
         reads, model = unit.reads, self.subject.model
         operations = sum(forward_operations(model, length) * reads.count(length) for length in set(reads))
         return UnitCost(self.subject.name, operations, len(reads), sum(reads))
+
+
+def window_reader(subjects: Sequence[Subject], reference: Subject) -> Subject:
+    """Return the model that reads sliding windows, whose window is that of the comparison.
+
+    It is the control (called so, or unswapped and trained by the recipe of that name), else the reference or the first
+    model if that is unswapped, else the reference.
+    """
+    unswapped = [subject for subject in (reference, *subjects) if subject.plan is None]
+    trained = {id(subject): training_of(subject.model.config) for subject in unswapped}
+    controls = {id(subject) for subject in unswapped if getattr(trained[id(subject)], "recipe", None) == CONTROL}
+    named = [subject for subject in subjects if is_control(subject.name) or id(subject) in controls]
+    return (named or unswapped or [reference])[0]
 
 
 class Planned(Exception):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -55,6 +56,16 @@ def without_initialising() -> Iterator[None]:
     as long to build.
     """
     with _SkipInit():
+        yield
+
+
+@contextmanager
+def building_on_meta() -> Iterator[None]:
+    """Build models of transformers on the meta device in the block, in this thread alone.
+
+    Touches what `without_initialising` does. Without it they take two to four times as long to build.
+    """
+    with torch.device("meta"), _SkipInit():
         yield
 
 

@@ -385,7 +385,7 @@ def geometry_of(
         narrower = getattr(root.get_submodule(attention[0]), "attention_head_size", None)  # MobileBERT's
         head_dim = own_width or getattr(config, "head_dim", None) or narrower or config.hidden_size // heads
     length, width = _extent(model, config, root, spec, offset)
-    rotation = {}
+    rotation, scaled = {}, None
     if rotary:
         first, parameters = root.get_submodule(rotary[0]), _common(model, whole, turning)
         frequencies, factor = _own_angles(first, whole, turning[0])
@@ -396,7 +396,8 @@ def geometry_of(
             "base": float(parameters.get("rope_theta") or 10000.0),
             "layout": rotary_layout(root.get_submodule(attention[0])),
         }
-        length = parameters.get("original_max_position_embeddings") or length
+        original = parameters.get("original_max_position_embeddings") or length
+        scaled, length = length if length > original else None, original
     inside = None if spec.traits is None else spec.traits.inside(config)
     if inside is not None and inside["name"] == "rope":
         rotary_dim = round(head_dim * inside["partial"])
@@ -412,6 +413,7 @@ def geometry_of(
         original_length=length,
         causal=causal_of(model, config, root, spec, attention),
         sliding_window=_sliding_window(config, still),
+        scaled_length=scaled,
         **rotation,
     )
 

@@ -19,17 +19,15 @@ import torch
 from torch import Tensor
 
 from hf_posswap.compat.torch_tensors import holds_values
-from hf_posswap.kernels.blockwise import Block, attend, seen_distances
+from hf_posswap.kernels.blockwise import LEARNED_BLOCK, Block, attend, seen_distances
 from hf_posswap.kernels.fused import bias_dtype
 from hf_posswap.kernels.segments import Segment
 from hf_posswap.utils.devices import without_autocast
 
 ROWS = 192
 """Queries per call of the kernel: with fewer, it is slower."""
-LEARNED_ROWS = 64
-"""Queries per call if the backward materializes the scores, of all heads at once."""
 STEP = 32
-"""Queries between two whose bias is computed; a divisor of the above."""
+"""Queries between two whose bias is computed; a divisor of that, and of `LEARNED_BLOCK`."""
 DENSE = 2**19
 """Numbers of a dense bias that fit the processor's cache: they set the number of heads per call."""
 KEPT = 2**21
@@ -199,7 +197,7 @@ class PiecewiseBlocks:
         if not self.reused:
             self._free_buffers()
         if self.learned:  # the next pass is the backward, which materializes the scores
-            self.rows, self.written_out = min(LEARNED_ROWS, self.rows), True
+            self.rows, self.written_out = min(LEARNED_BLOCK, self.rows), True
 
     def _head_ranges(self, keys: int) -> Iterator[slice]:
         """Yield the heads of each call: of some groups, or some of one group's."""
@@ -394,13 +392,17 @@ class PiecewiseBlocks:
         padded[..., :keys] = change[0]
         for other in change[1:]:
             padded[..., :keys] += other
-        for start in range(0, rows, STEP):
+        starts = range(0, rows, STEP)
+        if columns is not None:  # in ascending order
+            ends = torch.tensor([start * stride for start in (*starts, starts[-1] + STEP)])
+            bounds = torch.searchsorted(columns, ends).tolist()
+        for part, start in enumerate(starts):
             count = min(STEP, rows - start)
             shape, strides = (heads, count, stride - 1), (rows * stride, stride - 1, 1)
             by_distance = padded.as_strided(shape, strides, padded.storage_offset() + start * stride)
             at = _Place(place.line + start, place.factor + start)
             if columns is not None:
-                some = columns[(columns >= start * stride) & (columns < (start + STEP) * stride)] - start * stride
+                some = columns[bounds[part] : bounds[part + 1]] - start * stride
                 self._accumulate_pairs(by_distance.index_select(2, some), some, at)
                 by_distance.index_fill_(2, some, 0.0)
             self._accumulate(by_distance, at)
@@ -408,16 +410,18 @@ class PiecewiseBlocks:
     def _accumulate(self, change: Tensor, at: _Place) -> None:
         """Add the gradients by `change` [H, q, W] of queries, where no unit switches between those of a distance."""
         assert self.changes is not None
-        to, (_, queries, distances) = self.changes, change.shape
+        to, (heads, queries, distances) = self.changes, change.shape
         lines, places = slice(at.line, at.line + distances), slice(at.factor, at.factor + queries)
         line, factors = self.bias.line[lines], self.bias.factors[places]
         pieces = torch.searchsorted(self.bias.knots, line * factors[0])  # [W]
         slopes = self.bias.slopes.index_select(1, pieces)  # [H, W]
-        constant, linear = change.sum(dim=1), torch.matmul(factors, change)  # [H, W]
+        both = torch.stack((torch.ones_like(factors), factors)).expand(heads, -1, -1)
+        constant, linear = torch.bmm(both, change).unbind(dim=1)  # [H, W]
         to.offsets.index_add_(1, pieces, constant)
         to.slopes.index_add_(1, pieces, linear * line)
         to.line[lines] += (linear * slopes).sum(dim=0)
-        to.factors[places] += torch.matmul(change, (slopes * line)[..., None]).sum(dim=(0, 2))
+        weights = (slopes * line)[:, None]  # from the left: CPUs are many times slower the other way round
+        to.factors[places] += torch.bmm(weights, change.transpose(1, 2)).sum(dim=(0, 1))
 
     def _accumulate_pairs(self, change: Tensor, columns: Tensor, at: _Place) -> None:
         """Add the gradients by `change` [H, q, N] of queries and the distances `columns`, wherever units switch."""

@@ -49,12 +49,15 @@ def slopes(heads: int) -> list[float]:
 @SCHEMES.register("alibi")
 @dataclass(frozen=True)
 class Alibi(LinearBias):
-    """ALiBi: score - (m_h / s) |i - j|. In an encoder the penalty is the same to both sides.
+    """ALiBi: score - (m_h / s) |i - j|. s = 1 is ALiBi; a larger s is its extension by Al-Khateeb et al.
+
+    In an encoder the penalty is the same to both sides.
 
     Attributes:
         interpolation: s >= 1, the target length over the length that the model was trained on with ALiBi: all
-            distances then cost what they cost there. The paper recomputes s for each longer input; here it is one
-            number, so that a cached and a full forward agree. None means s = 1.
+            distances then cost what they cost there. Not in ALiBi's paper: Al-Khateeb et al. 2023,
+            https://arxiv.org/abs/2310.13017, who recompute s for each longer input. Here it is one number, so that a
+            cached and a full forward agree. None means s = 1.
         slopes: m_h of each head, >= 0; None: the paper's. `hf_posswap.fit_bias` finds those closest to a model's
             own positions, for each layer.
         learned: whether training moves the slopes: m_h = softplus(raw_h), from those above on, or 1e-5 where they are

@@ -35,6 +35,8 @@ TERMS: Registry[type[Scheme]] = Registry("term", "hf_posswap.schemes")
 
 _PLUS = re.compile(r"\s*\+\s*(?=[A-Za-z_])")
 """Between the terms of a sum: "rope+alibi", "yarn:factor=4 + ssmax"; numbers such as 1e+5 have a digit after theirs."""
+_LAYER = re.compile(r"-?[0-9]+|True|False")
+"""A layer, as a key of a mapping of layers to schemes: a number, or in JSON its text. PerLayer refuses wrong ones."""
 _ROPE_TYPES = {name: name for name in ("linear", "dynamic", "yarn", "longrope", "llama3")} | {"default": "rope"}
 """Scheme for each `rope_type` of transformers."""
 _ROPE_FIELDS = {
@@ -295,7 +297,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
                 "set them on the object, or give the scheme by name."
             )
         return scheme
-    if isinstance(scheme, Mapping) and scheme and all(isinstance(key, int) for key in scheme):
+    if isinstance(scheme, Mapping) and scheme and all(_LAYER.fullmatch(str(key)) for key in scheme):
         scheme, options = "per_layer", {"layers": scheme, **options}
     if isinstance(scheme, dict):
         try:
@@ -412,8 +414,9 @@ def schemes_for(inputs: Input) -> dict[str, type[Scheme]]:
 
 
 def names_one_scheme(scheme: Mapping[str, object]) -> bool:
-    """Return whether a mapping is one scheme: what `Scheme.to_dict` gave, or `rope_parameters` of transformers."""
-    return "name" in scheme or isinstance(scheme.get("rope_type", scheme.get("type")), str)
+    """Return whether a mapping is one scheme: of `Scheme.to_dict`, `rope_parameters` of transformers, or by layer."""
+    by_layer = bool(scheme) and all(_LAYER.fullmatch(str(key)) for key in scheme)
+    return by_layer or "name" in scheme or isinstance(scheme.get("rope_type", scheme.get("type")), str)
 
 
 def _from_dict(scheme: dict[str, object], options: dict[str, object]) -> tuple[str, dict[str, object]]:
@@ -425,8 +428,8 @@ def _from_dict(scheme: dict[str, object], options: dict[str, object]) -> tuple[s
         # a dict such as {"yarn": {"factor": 4}}
         right = respelled(repr(scheme), known_schemes()) or next((key for key in scheme if key in SCHEMES), None)
         raise SchemeError(
-            f"a scheme's dict needs its name under 'name', as Scheme.to_dict writes it; got {brief_repr(scheme)}."
-            + ("" if right is None else f" Did you mean {right!r}?")
+            "a scheme's dict needs its name under 'name', as Scheme.to_dict writes it, or under 'rope_type', as "
+            f"transformers does; got {brief_repr(scheme)}." + ("" if right is None else f" Did you mean {right!r}?")
         )
     return name, _joined(name, "a dict", {key: value for key, value in scheme.items() if key != "name"}, options)
 

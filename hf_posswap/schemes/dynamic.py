@@ -31,7 +31,7 @@ from hf_posswap.schemes.rope import RotaryMechanism
 from hf_posswap.schemes.scaled import ScaledRotary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DynamicRope(ScaledRotary):
     """The base of rotary schemes whose angles follow the length (transformers' dynamic rope types).
 
@@ -157,7 +157,7 @@ class ByQueryMechanism(RotaryMechanism):
         return self.scheme.turns(positions, self.scheme.angles(self.geometry, length), self.geometry)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StretchedBase(ScaledRotary):
     """Base of both: b' = b g^(R/(R-2)), which slows the slowest pair by g and leaves the fastest alone."""
 
@@ -186,7 +186,7 @@ class StretchedBase(ScaledRotary):
 
 
 @SCHEMES.register("ntk")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NTK(StretchedBase):
     """NTK-aware scaling: b' = b s^(R/(R-2)). Peng et al. 2023, https://arxiv.org/abs/2309.00071, definition 1.
 
@@ -214,7 +214,7 @@ class NTK(StretchedBase):
 
 
 @SCHEMES.register("dynamic")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dynamic(DynamicRope, StretchedBase):
     """Dynamic NTK: b' = b (s l/L - (s - 1))^(R/(R-2)) with l = max(current length, L).
 
@@ -301,7 +301,7 @@ MOST_POSITIONS = 2**31
 
 
 @SCHEMES.register("longrope")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LongRope(DynamicRope):
     """LongRoPE: theta'_i = theta_i / factor_i; cos and sin times sqrt(1 + ln s / ln L).
 

@@ -178,10 +178,10 @@ into the cache."""
 class Fire(Scheme):
     """FIRE: score + f_h(psi(i - j) / psi(max(i, |M| L))), with psi(x) = ln(1 + |c x|).
 
-    f is a network 1 -> width -> ReLU -> H; it, c and M are learned and shared by the layers. Distances are measured
-    against the query's position i, so all of them lie in [0, 1] at any length; below the threshold |M| L only
-    differences of positions matter, above it i itself does. M starts at 1, f is initialized as torch's linear layers
-    are.
+    f is a network 1 -> width -> ReLU -> H; it, c and M are learned and shared by the layers: the paper's variant
+    FIRE-S. The paper's FIRE has its own f, c and M in each layer. Distances are measured against the query's position
+    i, so all of them lie in [0, 1] at any length; below the threshold |M| L only differences of positions matter, above
+    it i itself does. M starts at 1, f is initialized as torch's linear layers are.
 
     Attributes:
         width: of the network.

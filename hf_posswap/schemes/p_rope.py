@@ -29,7 +29,7 @@ _MOST_PAIRS = 2**20
 
 
 @SCHEMES.register("p_rope")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PRope(RotaryScheme):
     """p-RoPE: theta_i = base^(-2i/R) for floor(p R/2) of the R/2 pairs, 0 for the others: they carry no position.
 
@@ -146,7 +146,7 @@ class PRope(RotaryScheme):
 
 
 @SCHEMES.register("cope")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cope(OwnRotary):
     """CoPE, clipped RoPE: the angles of the last n pairs, k = 0..n-1, times (1 + cos(pi k/(n - 1)))/2: from 1 to 0.
 

@@ -66,7 +66,7 @@ class Far(NamedTuple):
     key: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Piecewise(OwnRotary):
     """Rotary attention in regions. Angles are the model's own, its scaling included, unless `base` is given.
 
@@ -174,7 +174,7 @@ def _key_positions(regions: tuple[RegionPositions, ...]) -> list[Callable[[Tenso
     return [known[copy] for copy in sorted(known)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Windowed(Piecewise):
     """A scheme with exact distances inside a window, on both sides of a query, and other distances outside it.
 
@@ -224,7 +224,7 @@ def itself(positions: Tensor) -> Tensor:
 
 
 @SCHEMES.register("self_extend")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SelfExtend(Windowed):
     """Distance i - j below w; else floor(i/G) - floor(j/G) + w - floor(w/G). Reaches (L - w) G + w tokens.
 
@@ -287,7 +287,7 @@ class SelfExtend(Windowed):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rectified(Windowed):
     """Base of both.
 
@@ -331,7 +331,7 @@ class RectifiedMechanism(PiecewiseMechanism):
 
 
 @SCHEMES.register("rerope")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReRope(Rectified):
     """ReRoPE: distance min(i - j, w); for a key later than its query, max(i - j, -w).
 
@@ -353,7 +353,7 @@ class ReRope(Rectified):
 
 
 @SCHEMES.register("leaky_rerope")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LeakyReRope(Rectified):
     """Leaky ReRoPE: distance i - j below w, else w + (i - j - w)/k. Reaches (L - w) k + w tokens.
 
@@ -415,7 +415,7 @@ class LeakyReRope(Rectified):
 
 
 @SCHEMES.register("dual_chunk")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DualChunk(Piecewise):
     """Dual chunk attention (DCA): a key at j has position j mod l, so its rotation is final when it is cached.
 
@@ -480,7 +480,7 @@ class DualChunk(Piecewise):
 
 
 @SCHEMES.register("string")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class String(Piecewise):
     """STRING: distance i - j below S, else i - j - S + W: the rarest, largest distances of training are not used.
 

@@ -26,7 +26,7 @@ from hf_posswap.schemes.mechanism import Mechanism
 DEFAULT_BASE = 10000.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RotaryScheme(Scheme):
     """Base of all rotary schemes: a base, a width, a layout and frequencies.
 
@@ -194,7 +194,7 @@ class RotaryMechanism(Mechanism):
 
 
 @SCHEMES.register("rope")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rope(RotaryScheme):
     """Plain RoPE: theta_i = base^(-2i/R), or angles of your own. Raising the base is "ABF" (Xiong et al. 2023).
 
@@ -298,7 +298,7 @@ def _are_of_the_base(geometry: Geometry) -> bool:
     return default_inv_freq(geometry.base, 2 * len(geometry.frequencies)).tolist() == list(geometry.frequencies)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnRotary(RotaryScheme):
     """Base of rotary schemes whose angles are the model's own, its scaling included, unless `base` is given."""
 

@@ -27,7 +27,7 @@ MOST = 1e6
 """The largest factor: beyond it float32 frequencies lose their meaning."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScaledRotary(RotaryScheme):
     """A rotary scheme that stretches the original length by a factor.
 
@@ -85,7 +85,7 @@ def _stretched(factor: float, original: int) -> int:
 
 
 @SCHEMES.register("linear")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Linear(ScaledRotary):
     """Position interpolation: theta'_i = theta_i / s. Chen et al. 2023, https://arxiv.org/abs/2306.15595, eq. 3.
 
@@ -106,9 +106,12 @@ class Linear(ScaledRotary):
 
 
 @SCHEMES.register("llama3")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Llama3(ScaledRotary):
     """Llama 3 scaling. With m = (L/wavelength - l)/(h - l): theta' = (1 - m) theta/s + m theta, m clipped to [0, 1].
+
+    It is in Meta's reference code of Llama 3.1, https://github.com/meta-llama/llama-models (`apply_scaling`). The paper
+    of the models does not have it: it raises the base.
 
     Attributes:
         low_freq_factor: l; waves longer than L/l are interpolated fully.
@@ -164,7 +167,7 @@ def correction_dim(rotations: float, dim: int, base: float, original_length: int
 
 
 @SCHEMES.register("ntk_by_parts")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NTKByParts(ScaledRotary):
     """NTK-by-parts, YaRN without its temperature: theta' = ramp theta/s + (1 - ramp) theta, ramp in [0, 1].
 
@@ -257,7 +260,7 @@ class NTKByParts(ScaledRotary):
 
 
 @SCHEMES.register("yarn")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Yarn(NTKByParts):
     """YaRN. theta' = ramp theta/s + (1 - ramp) theta; cos and sin times 0.1 ln s + 1.
 
@@ -326,7 +329,7 @@ def resonant(inv_freq: Tensor) -> Tensor:
     return 2 * torch.pi / wavelengths
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _WholeTokens(RotaryScheme):
     """Mixin of schemes whose wavelengths are whole tokens: a config holds them as a list of factors."""
 
@@ -339,7 +342,7 @@ class _WholeTokens(RotaryScheme):
 
 
 @SCHEMES.register("resonance")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resonance(_WholeTokens):
     """Resonance RoPE: theta'_i = 2 pi / round(2 pi / theta_i) with theta_i = base^(-2i/R).
 
@@ -361,7 +364,7 @@ class Resonance(_WholeTokens):
 
 
 @SCHEMES.register("resonance_yarn")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResonanceYarn(_WholeTokens, Yarn):
     """Resonance YaRN: YaRN, then its wavelengths rounded to whole tokens.
 

@@ -26,7 +26,7 @@ HEADROOM = 64.0
 
 
 @SCHEMES.register("xpos")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class XPos(RotaryScheme):
     """xPos: RoPE with q times zeta_i^((n - c)/scale_base), k times zeta_i^(-(n - c)/scale_base).
 

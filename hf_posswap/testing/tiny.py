@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_posswap.compat.torch_dispatch import PrivateRandomness
 from hf_posswap.compat.transformers_loading import class_names
-from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def tiny_model(
         changes = {"is_decoder": True} | changes
     config = tiny_config(_config_class(cls, kind), **changes)
     if meta:
-        with torch.device("meta"), without_initialising():
+        with building_on_meta():
             skeleton = cls(config).eval()
         return skeleton.to("meta")  # some classes create parameters on the CPU on any device
     with PrivateRandomness(seed):

@@ -217,8 +217,11 @@ def test_the_model_that_is_asked_about_is_not_changed() -> None:
     [
         ({"length": 1}, errors.OptionError, "max_length is a whole number of tokens of at least 2, got 1"),
         ({"length": 64.5}, errors.OptionError, "got 64.5"),
-        ({"budget": -1}, errors.OptionError, "budget is a number of tokens of at least 0, got -1"),
+        ({"budget": -1}, errors.OptionError, "budget is a number of tokens of at least 0, such as 1e6, got -1"),
         ({"budget": float("nan")}, errors.OptionError, "got nan"),
+        ({"budget": "lots"}, errors.OptionError, "budget is a number of tokens .*, such as 1e6, got 'lots'"),
+        ({"budget": True}, errors.OptionError, "got True"),
+        ({"budget": 10**400}, errors.OptionError, "got 1000"),
         ({"serve": "vlm"}, errors.UnknownNameError, "Did you mean 'vllm'"),
         ({"model": ViTConfig()}, errors.UnsupportedModelError, "reads images"),
         ({"model": dict}, errors.OptionError, "dict is a class of neither a model nor a config"),

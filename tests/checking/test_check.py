@@ -1013,3 +1013,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("--import", "my_posswap_build:other")
     assert result.exit_code == 2
     assert "has no attribute 'other'" in result.stderr
+
+
+def test_a_wrapped_forward_is_run() -> None:
+    model: Any = build("llama")
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    report = check(model)
+    assert report.clean, report
+    assert not any("not run" in skipped for skipped in report.skipped), report.skipped
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs | {"position_ids": None})
+    assert check(patch_model(build("llama"), "alibi")).clean

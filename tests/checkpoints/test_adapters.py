@@ -28,7 +28,7 @@ import hf_posswap
 from hf_posswap import Blend, patch_model, unpatch_model, verify_swap
 from hf_posswap.checkpoints.adapters import add_adapter, position_modules
 from hf_posswap.checkpoints.load import load_adapter
-from hf_posswap.errors import CheckpointError, NotPatchedError, RecordError, UnsupportedSwapError
+from hf_posswap.errors import CheckpointError, NotPatchedError, OptionError, RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import ADAPTER_WEIGHTS, RECORD, SIDECAR
 from hf_posswap.schemes import Kerple, NoPE, Scheme
 from hf_posswap.training import byte_tokenizer
@@ -289,6 +289,14 @@ def test_position_modules_where_nothing_is_learned() -> None:
         position_modules(build("gpt2"))
     with pytest.raises(NotPatchedError):
         add_adapter(build("gpt2"), lora("gpt2"))
+
+
+def test_add_adapter_says_what_config_it_takes() -> None:
+    model: Any = patch_model(build("gpt2"), "kerple")
+    prompts = peft.AdaptionPromptConfig(task_type="CAUSAL_LM")  # trains no positions
+    for config, shown in (("LORA", "'LORA'"), (None, "None"), (prompts, "AdaptionPromptConfig")):
+        with pytest.raises(OptionError, match=rf"give a PEFT config with modules_to_save, .*LoraConfig.*, not {shown}"):
+            add_adapter(model, config)
 
 
 def test_the_config_given_to_add_adapter_is_left_alone(tmp_path: Path) -> None:

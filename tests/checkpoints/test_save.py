@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hf_posswap
 from hf_posswap.checkpoints.save import refuse_to_replace
-from hf_posswap.errors import CheckpointError, RecordError
+from hf_posswap.errors import CheckpointError, OptionError, RecordError, UnsupportedSwapError
 from hf_posswap.schemes import SCHEMES, Kind, Mechanism, Scheme
 from hf_posswap.testing.tiny import tiny_model
 from hf_posswap.training.fresh import byte_tokenizer
@@ -397,6 +397,18 @@ def test_a_file_is_no_folder(model: Any, tmp_path: Path) -> None:
         hf_posswap.save(model, tmp_path / "file")
 
 
+@pytest.mark.parametrize("given", [None, "gpt2", nn.Linear(2, 2)], ids=["None", "str", "Linear"])
+def test_what_is_no_model_is_not_saved(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedSwapError, match=f"expected a transformers .*, got {type(given).__name__}; "):
+        hf_posswap.save(given, tmp_path / "saved")
+    assert not os.listdir(tmp_path)
+
+
+def test_what_is_no_path_is_no_folder(model: Any) -> None:
+    with pytest.raises(OptionError, match="a model is saved to a folder: give its path, got None"):
+        hf_posswap.save(model, None)  # type: ignore[arg-type]
+
+
 def test_an_interrupted_save_leaves_the_old(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hf_posswap.save(model, tmp_path / "saved")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -535,3 +547,22 @@ def test_constants_of_a_mechanism_are_as_written_while_a_model_loads(
         assert getattr(actual, name).dtype == torch.float32
     if dtype == torch.float32:
         assert torch.allclose(loaded.eval()(ids).logits, model.eval()(ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize("scheme", ["alibi", "yarn:factor=2"])
+def test_a_class_of_another_prefix_gets_the_body_by_a_key_mapping_or_is_refused(
+    scheme: str, auto: bool, tmp_path: Path
+) -> None:
+    """Llama's class for answering questions has its body elsewhere: stock transformers leaves all of it random."""
+    from transformers import AutoModelForQuestionAnswering, LlamaForQuestionAnswering
+
+    model: Any = tiny_model("llama", meta=False)
+    hf_posswap.patch_model(model, scheme).save_pretrained(tmp_path)
+    answering = AutoModelForQuestionAnswering if auto else LlamaForQuestionAnswering
+    with pytest.raises(CheckpointError, match=r"missing .*transformer.*another prefix.*key_mapping="):
+        hf_posswap.load(tmp_path, model_class=answering)
+    mapping = {r"^model\.": "transformer."}
+    loaded: Any = hf_posswap.load(tmp_path, model_class=answering, key_mapping=mapping).eval()
+    ids = torch.arange(9)[None]
+    assert torch.equal(loaded.transformer(ids).last_hidden_state, model.eval().model(ids).last_hidden_state)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import hf_posswap
 from hf_posswap.cli import app
 from hf_posswap.cli.comparing import parse_candidates
-from hf_posswap.errors import CheckpointError, OptionError
+from hf_posswap.errors import OptionError
 from hf_posswap.training import byte_tokenizer
 from tests.cli.conftest import ROOT, Posswap
 
@@ -125,7 +125,7 @@ def test_candidates_are_read_from_words(tmp_path: Path) -> None:
         for c in parse_candidates([str(tmp_path / "a+b"), "org/x", "+rope", "org/x+yarn:factor=4,beta_fast=16"], 64)
     ]
     assert names == ["a+b", "x", "a+b+rope", "x+yarn:factor=4,beta_fast=16"]
-    with pytest.raises(CheckpointError):
+    with pytest.raises(OptionError, match="puts a scheme into the first model, and none is before it"):
         parse_candidates(["+rope"], None)
     with pytest.raises(OptionError, match="scheme 'yarn' has no field 'factr'"):
         parse_candidates(["org/x+yarn:factr=4"], None)

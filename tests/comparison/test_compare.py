@@ -731,3 +731,27 @@ def test_tasks_are_shown_with_what_each_model_keeps_of_the_baselines_score(
     wide = dict(zip(header_line.split(","), line.split(","), strict=True))
     assert float(wide["tasks_1200"]) == pytest.approx(scores[1])
     assert float(wide["tasks_kept_1200"]) == pytest.approx(50)
+
+
+def test_a_number_of_a_module_that_was_changed_is_measured_anew(tmp_path: Path) -> None:
+    """Neither weights nor config show a scale of the scores: results of before it may not be taken for those after."""
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
+    ).eval()
+    settings = EvalSettings(lengths=(16, 64), metrics=("ppl_prefix",), documents=4)
+
+    def perplexities(out: Path) -> list[float]:
+        arguments: dict[str, Any] = {"documents": TEXTS, "tokenizer": TOKENIZER, "settings": settings}
+        found = compare([Candidate(model, name="m")], **arguments, out=out, pictures=False)
+        return [row["perplexity"] for row in found.results["models"]["m"]["ppl_prefix"]]
+
+    first = perplexities(tmp_path / "kept")
+    assert perplexities(tmp_path / "kept") == first
+    for change in (lambda: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+                   lambda: setattr(model.model.rotary_emb, "attention_scaling", 1.7)):  # fmt: skip
+        before = fingerprint(model)
+        change()
+        assert fingerprint(model) != before
+        again = perplexities(tmp_path / "kept")
+        assert again == perplexities(tmp_path / f"new {fingerprint(model)}") != first
+        first = again

@@ -75,6 +75,8 @@ def test_names_are_given_before_an_equals_sign(tmp_path: Path, monkeypatch: pyte
         (["=a/run/model"], None, OptionError, "'=a/run/model': expected NAME=MODEL, for example rope=runs/rope/model"),
         (["x="], None, OptionError, "'x=': expected NAME=MODEL"),
         (["a/run/model+"], None, OptionError, "expected a scheme after"),
+        (["+rope", "a/b"], None, OptionError, r"'\+rope' puts a scheme into the first .*: write MODEL \+rope."),
+        (["x=+rope", "a/b"], None, OptionError, r"'x=\+rope' puts a scheme into the first model, and none is before"),
         (["x=/nowhere/at/all"], None, CheckpointError, "'/nowhere/at/all' does not exist"),
         (["a/run/model", "+rope"], "rpe", UnknownNameError, "unknown baseline model 'rpe'"),
     ],

@@ -196,13 +196,30 @@ def test_the_windows_are_whole_where_the_lengths_of_their_model_end_before_one()
 
 def test_a_metric_that_needs_more_positions_than_a_model_has_is_left_out_with_the_reason() -> None:
     large, small = gpt2(), GPT2LMHeadModel(GPT2Config(**gpt2().config.to_dict() | {"n_positions": 12})).eval()
-    candidates = [Candidate(large, name="large"), Candidate(small, name="small")]
+    candidates = [Candidate(large, name="control"), Candidate(small, name="small")]
     settings = EvalSettings(lengths=(8, 32), metrics=("ppl_prefix", "short_reg", "offset_probe"))
     found = compare(candidates, baseline="small", documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings)
     models = found.results["models"]
-    assert "ends at 12 tokens, and this text reaches 31" in models["large"]["not_measured"]["short_reg"]
+    assert "ends at 12 tokens, and this text reaches 31" in models["control"]["not_measured"]["short_reg"]
     assert "half the window of 32, and the model ends at 12" in models["small"]["not_measured"]["offset_probe"]
-    assert [row["length"] for row in models["large"]["ppl_prefix"]] == [8, 32]
+    assert [row["length"] for row in models["control"]["ppl_prefix"]] == [8, 32]
+
+
+def test_the_window_is_that_of_the_model_that_reads_windows_in_any_order() -> None:
+    """Two unswapped models of different windows: results may not depend on which is named first."""
+    large, small = gpt2(), GPT2LMHeadModel(GPT2Config(**gpt2().config.to_dict() | {"n_positions": 12})).eval()
+    candidates = [Candidate(large, "alibi", name="mine"), Candidate(small, name="control")]
+    settings = EvalSettings(lengths=(8, 32), metrics=("ppl_prefix",))
+    found = [
+        compare(some, baseline="control", documents=TEXTS, tokenizer=byte_tokenizer(), settings=settings).results
+        for some in (candidates, candidates[::-1])
+    ]
+    assert [results["window"] for results in found] == [12, 12]
+    assert found[0]["sliding"] == found[1]["sliding"]
+    assert found[0]["sliding"] is not None
+    assert found[0]["sliding"]["window"] == 12
+    assert found[0]["models"]["mine"]["against_sliding"] == found[1]["models"]["mine"]["against_sliding"]
+    assert "Windows differ (mine 32): here they are those of control, 12 tokens." in found[0]["notes"]
 
 
 def test_the_window_is_the_models_where_all_lengths_are_shorter(tmp_path: Path) -> None:

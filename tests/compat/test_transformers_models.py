@@ -47,6 +47,14 @@ def test_without_initialising() -> None:
     assert GPT2Model(TINY).wte.weight.isfinite().all()
 
 
+def test_building_on_meta() -> None:
+    with transformers_models.building_on_meta():
+        model = GPT2LMHeadModel(TINY)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert GPT2Model(TINY).wte.weight.device.type == "cpu"
+
+
 def test_mark_initialised() -> None:
     class Filled(GPT2Model):
         """Fills whatever it is given."""

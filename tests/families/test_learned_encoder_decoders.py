@@ -410,6 +410,18 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         SchemeError,
         "for decoder; this model has one stack only, without a name",
     ),
+    "a dict of a scheme without its name": (
+        lambda: patch_model(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=12, vocab_size=8)), {"factor": 4.0}
+        ),
+        SchemeError,
+        "a scheme's dict needs its name under 'name', .*, or under 'rope_type', .*; got {'factor': 4.0}",
+    ),
+    "such a dict for two stacks": (
+        lambda: patch_model(build(BART), {"factor": 4.0}),
+        SchemeError,
+        "has encoder, decoder. A dict that is one scheme has its name under 'name'.",
+    ),
     "options beside stacks": (
         lambda: patch_model(build(BART), MIXED, base=5.0),
         OptionError,

@@ -25,7 +25,7 @@ DAILY = {
     "the mask of an attention is renamed",
     "functions of modeling files have other names",
 }
-"""Mutations of every run; the others are slow, 15 minutes together, of which `.ci/run` has a sixth each day."""
+"""Mutations of every run; the others are slow, 15 minutes together, of which `.ci/run` has an eighth each day."""
 pytestmark = pytest.mark.skipif(
     RELEASE < (5, 23), reason="the changes are written for the modeling files of 5.23 and on"
 )
@@ -86,12 +86,9 @@ def test_the_table_is_long_enough() -> None:
     assert all({"rope", "alibi"} <= {scheme for scheme, _ in case.schemes} for case in CASES.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        "the cache of an attention is renamed",
-        pytest.param("the cache is renamed everywhere, deprecated", marks=pytest.mark.slow),
-    ],
+    "name", ["the cache of an attention is renamed", "the cache is renamed everywhere, deprecated"]
 )
 def test_a_cache_that_is_found_by_its_name_is_noticed(library: Library, name: str) -> None:
     outcomes, planted = library.run(name), library.run(name, "a cache is found by its name")

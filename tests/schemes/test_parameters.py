@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_posswap.errors import OptionError, PosswapError, SchemeError, UnknownNameError
-from hf_posswap.schemes import SCHEMES, Linear, Scheme, SSMax, make_scheme, schemes_for
+from hf_posswap.schemes import SCHEMES, Linear, RotaryScheme, Scheme, SSMax, make_scheme, schemes_for
 from hf_posswap.utils.printable import brief_repr
 
 NAN, INF = float("nan"), float("inf")
@@ -198,6 +198,9 @@ def test_parameters_that_contradict_each_other(name: str, options: dict[str, Any
         (lambda: make_scheme(Linear(factor=2.0), factor=4), OptionError, "options ['factor'] were given with the"),
         (lambda: make_scheme({"name": "yarn", 3: 4}), OptionError, "scheme 'yarn' has no field 3."),
         (lambda: make_scheme({"factor": 4}), SchemeError, "needs its name under 'name', as Scheme.to_dict writes it"),
+        (lambda: make_scheme({"factor": 4}), SchemeError, "or under 'rope_type', as transformers does; got {'fac"),
+        (lambda: make_scheme({"0": "nope", "x": "rope"}), SchemeError, "needs its name under 'name'"),
+        (lambda: make_scheme({"-1": "nope"}), SchemeError, "per_layer: "),
         (lambda: make_scheme({"name": ["yarn"]}), SchemeError, "needs its name under 'name'"),
         (lambda: make_scheme({"name": "ntk", "factor": 4}, factor=8), OptionError, "give them once."),
         (lambda: make_scheme(7), SchemeError, "a scheme is an object, a name or a dict, got int: 7."),
@@ -211,3 +214,16 @@ def test_make_scheme_refuses_unknown_names_and_options(
     with pytest.raises(kind) as caught:
         call()
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("cls", [cls for _, cls in SCHEMES.items() if issubclass(cls, RotaryScheme)])
+def test_a_rotary_scheme_takes_no_number_without_its_name(cls: type[Scheme]) -> None:
+    """Yarn(4) would be base 4, and quietly destroy the model."""
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        cls(4)  # type: ignore[call-arg]
+
+
+def test_layers_may_be_named_as_in_json() -> None:
+    layers = {"0": "nope", "1": {"name": "yarn", "factor": 4}}
+    expected = make_scheme({int(layer): scheme for layer, scheme in layers.items()})
+    assert make_scheme(layers) == expected == make_scheme({"name": "per_layer", "layers": layers})

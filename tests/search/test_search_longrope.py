@@ -10,11 +10,13 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -303,6 +305,18 @@ def test_a_state_of_other_code_is_refused(
     search_longrope(model, documents, 4.0, state=state, **SMALL)
     monkeypatch.setattr(longrope, "package_digest", lambda: "0123456789abcdef")
     with pytest.raises(CheckpointError, match=r"its code of hf_posswap is '\w{16}', here it is '0123456789abcdef'"):
+        search_longrope(model, documents, 4.0, state=state, **SMALL)
+
+
+@pytest.mark.parametrize("package", [torch, transformers])
+def test_a_state_of_other_releases_is_refused(
+    build: Build, documents: torch.Tensor, tmp_path: Path, package: ModuleType
+) -> None:
+    model, state, version = build("llama"), tmp_path / "state.json", str(package.__version__)
+    search_longrope(model, documents, 4.0, state=state, **SMALL)
+    state.write_text(state.read_text().replace(f'"{version}"', '"1.2.3"'))
+    says = f"its version of {package.__name__} is '1.2.3', here it is '{re.escape(version)}'"
+    with pytest.raises(CheckpointError, match=says):
         search_longrope(model, documents, 4.0, state=state, **SMALL)
 
 

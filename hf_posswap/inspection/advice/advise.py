@@ -193,6 +193,12 @@ def advise(
 
 def _caution(case: Case, options: list[Option]) -> str:
     times = extrapolated_times(case) if options else 0.0
+    scaled, most = case.report.geometry.scaled_length, case.report.limit
+    if scaled and options:
+        return (
+            f"its config scales its rotation from {most:,} to {scaled:,} tokens. A swap replaces that; windows are "
+            f"of {most:,} tokens: compare with the unswapped model, whose weights may have been trained with it"
+        )
     if times <= MOST_TIMES:
         return ""
     measured = f"{case.parameters / times / 1e6:,.1f} M parameters; this one has {times:,.0f} times as many"

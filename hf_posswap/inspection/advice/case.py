@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +22,7 @@ from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.inspect.describe import PositionReport, describe_positions, model_class_of, on_meta
 from hf_posswap.schemes import Scheme
+from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
 
@@ -57,8 +60,9 @@ class Case:
 
     @property
     def window(self) -> int:
-        """Its original length, in tokens."""
-        return self.report.limit
+        """Its original length, in tokens; where a scaling in its config reaches the target, the length of that."""
+        scaled = self.report.geometry.scaled_length or 0
+        return scaled if scaled >= self.length else self.report.limit
 
     @property
     def windows(self) -> float:
@@ -94,8 +98,9 @@ def read_case(model: object, length: int, budget: float | None, serve: str | Non
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 2:
         raise OptionError(f"max_length is a whole number of tokens of at least 2, got {length!r}.")
-    if budget is not None and not (math.isfinite(budget) and budget >= 0):
-        raise OptionError(f"budget is a number of tokens of at least 0, got {budget!r}.")
+    is_number = isinstance(budget, Real) and not isinstance(budget, bool)
+    if budget is not None and not (is_number and 0 <= budget <= sys.float_info.max):
+        raise OptionError(f"budget is a number of tokens of at least 0, such as 1e6, got {brief_repr(budget)}.")
     if serve is not None and serve not in TARGETS:
         raise UnknownNameError("program", serve, TARGETS)
     name, source = named_source(model)

@@ -33,7 +33,10 @@ class _Runner:
 
     def __init__(self, model: Any, rows: int | None) -> None:
         self.model = model
-        self.takes = set(inspect.signature(model.forward).parameters)
+        parameters = dict(inspect.signature(model.forward).parameters)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # a wrapper passes on
+            parameters |= inspect.signature(type(model).forward).parameters
+        self.takes = set(parameters)
         if getattr(model, "main_input_name", "input_ids") != "input_ids" or "input_ids" not in self.takes:
             raise Unable("it reads no tokens")
         self.paired = bool(model.config.is_encoder_decoder)

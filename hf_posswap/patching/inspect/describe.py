@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_posswap.compat.transformers_loading import auto_mapping
+from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import (
     AlreadyPatchedError,
     CheckpointError,
@@ -98,12 +99,13 @@ class PositionReport(ResultView):
         shape = (
             f"{g.num_layers} layers, {g.num_heads} heads ({g.num_kv_heads} kv) of {g.head_dim}, hidden {g.hidden_size}"
         )
+        scaled = f", {g.scaled_length} by the scaling in its config" if g.scaled_length and not self.swapped else ""
         return [
             ("model", f"{self.model} (family {self.family})"),
             ("shape", f"{shape}, {'causal' if g.causal else 'bidirectional'}"),
             ("native", self.native),
             ("swapped to", self.swapped or "-"),
-            ("length", f"{self.limit} positions"),
+            ("length", f"{self.limit} positions{scaled}"),
             *([("trained", self.trained)] if self.trained else []),
             *self.sites.items(),
         ]
@@ -331,11 +333,11 @@ def on_meta(model: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     model_class = model_class_of(config)
     bounds = bounds_in(model, config) if is_named else Bounds()
     if getattr(config, "posswap", None) is None:
-        with building_from(config), within(bounds, config), torch.device("meta"):
+        with building_from(config), within(bounds, config), building_on_meta():
             return model_class(config)
     skeleton, plan = recorded_plan(config, model_class, bounds)
     if plan.route == "native":
-        with building_from(config), within(bounds, config), torch.device("meta"):
+        with building_from(config), within(bounds, config), building_on_meta():
             stock = model_class(copy.deepcopy(config))
         refuse_lie(plan, list(config_problems(stock, skeleton, plan)))
     skeleton.__dict__["_posswap"] = AppliedSwap(plan, skeleton.config)

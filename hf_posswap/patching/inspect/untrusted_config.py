@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -27,7 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from hf_posswap.compat.transformers_loading import auto_mapping
-from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.rope_config import config_at, parameters_of
@@ -195,7 +194,7 @@ def refuse_endless(model_class: Any, config: PreTrainedConfig, bounds: Bounds, *
     """
     config_class = type(config)
     plain = native_config(config) if native_config_class(config) is not config_class else copy.deepcopy(config)
-    with within(bounds, plain), without_initialising(), torch.device("meta"):
+    with within(bounds, plain), building_on_meta():
         if auto_mapping(model_class) is None:
             build_class(native_class(model_class), plain)
         else:
@@ -219,7 +218,7 @@ def recorded_plan(
     """
     record = SwapRecord.from_dict(config.posswap)
     try:
-        with within(bounds or Bounds(), config), torch.device("meta"):
+        with within(bounds or Bounds(), config), building_on_meta():
             skeleton = model_class(native_config(config))
         plan = plan_swap(skeleton, record.choice([stack.name for stack in locate(skeleton).stacks]), **record.arguments)
     except (RecordError, CheckpointError):
@@ -346,7 +345,7 @@ def _setting_problems(
         path, _, leaf = name.rpartition(".")
         setattr(config_at(planned, path), leaf, value)
     try:
-        with torch.device("meta"):
+        with building_on_meta():
             fresh = type(skeleton)(planned)
     except PosswapError:
         raise

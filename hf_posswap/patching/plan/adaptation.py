@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _ANOTHER = "required: fine-tuning; until then expect a high loss: the weights were trained for another mechanism"
 _ADDED = "fine-tuning: the mechanism that the weights know stays, or one they can use; what is added is new to them"
 _OPTIONAL = "optional: usable untrained, better after a few hundred steps at the new length"
+_UNSCALED = "fine-tuning, if the weights were trained with the scaling that this swap takes out of the config"
 _FIRST, _SPREAD = 64, 192  # positions at which two biases are compared: the first ones, and more spread over the window
 
 
@@ -54,7 +55,7 @@ def adaptation_of(context: SwapContext) -> str:
     if isinstance(scheme, RotaryScheme) and not _turns_native_pairs(scheme, geometry):
         return "required: fine-tuning, as these pairs were not rotated like this in training"
     if type(scheme) is Rope and scheme.base == geometry.base and length <= geometry.original_length:
-        return "none within the original window: the same mechanism"
+        return _UNSCALED if geometry.scaled_length else "none within the original window: the same mechanism"
     return _OPTIONAL
 
 

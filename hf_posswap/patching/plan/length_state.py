@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from torch import Size, Tensor
 
-from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import GrowMask, ResizeBuffer, is_mask, setting_edits, settings_to_follow
-from hf_posswap.patching.record.model_class import build_native
+from hf_posswap.patching.record.model_class import native_skeleton
 from hf_posswap.patching.sites.attention.native import AttendThroughInterface, StopRotation
 
 if TYPE_CHECKING:
@@ -46,7 +44,10 @@ def plan_length_state(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraf
     lengths = {name: value for name, value in draft.values.items() if name in LENGTH_NAMES}
     if sites.rotary or all(getattr(model.config, name) == value for name, value in lengths.items()):
         return PlanDraft()
-    fresh, as_it_was = _fresh(model, lengths), _fresh(model, {})
+    trial = copy.deepcopy(model.config)
+    for name, value in lengths.items():
+        setattr(trial, name, value)
+    fresh, as_it_was = native_skeleton(model, trial), native_skeleton(model, copy.deepcopy(model.config))
     unread = {edit.path for edit in draft.edits if isinstance(edit, AttendThroughInterface)}
     stopped = {edit.path for edit in draft.edits if isinstance(edit, StopRotation)}
     planned = PlanDraft(edits=list(_masks(context, fresh, unread, stopped)))
@@ -58,15 +59,6 @@ def plan_length_state(contexts: list[SwapContext], draft: PlanDraft) -> PlanDraf
         return planned
     changed = settings_to_follow(model, as_it_was, fresh, (*paths, *stopped))
     return planned + PlanDraft(edits=setting_edits(changed, "embedding", context.stack.name))
-
-
-def _fresh(model: PreTrainedModel, lengths: Mapping[str, object]) -> PreTrainedModel:
-    """Return a model on meta of the class of `model`, its config with other lengths."""
-    config = copy.deepcopy(model.config)
-    for name, value in lengths.items():
-        setattr(config, name, value)
-    with torch.device("meta"), without_initialising():  # initializing would take most of the time
-        return build_native(model, config)
 
 
 def _masks(context: SwapContext, fresh: PreTrainedModel, unread: set[str], stopped: set[str]) -> Iterator[Edit]:
@@ -115,7 +107,7 @@ def table_paths(sites: Sites) -> tuple[str, ...]:
     return tuple(stack.table.path for stack in sites.stacks if isinstance(stack.table, TokenTable))
 
 
-def _shapes(model: PreTrainedModel, paths: tuple[str, ...]) -> dict[str, torch.Size]:
+def _shapes(model: PreTrainedModel, paths: tuple[str, ...]) -> dict[str, Size]:
     """Return the shape of each tensor of `model` except the tables at `paths`."""
     left_out = {f"{path}.weight" for path in paths}
     return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in left_out}

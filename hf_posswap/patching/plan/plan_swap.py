@@ -212,7 +212,12 @@ def schemes_by_stack(scheme: SchemeChoice, sites: Sites, options: Mapping[str, o
     unknown = [name for name in scheme if name not in names]
     if unknown or names == [""]:
         stacks = ", ".join(names) if names != [""] else "one stack only, without a name"
-        raise SchemeError(f"schemes were given by stack, for {', '.join(scheme)}; this model has {stacks}.")
+        if names == [""] and not {"encoder", "decoder"} & set(scheme):
+            return {"": make_scheme(scheme)}  # says what is missing in the dict of a scheme
+        raise SchemeError(
+            f"schemes were given by stack, for {', '.join(scheme)}; this model has {stacks}. A dict that is one scheme "
+            "has its name under 'name'."
+        )
     return {name: make_scheme(scheme[name]) for name in names if name in scheme}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hf_posswap.families.sites import Sites
+from hf_posswap.families.sites import Sites, TokenTable
 from hf_posswap.geometry import Geometry
 from hf_posswap.patching.edits.edit import Edit, from_plain, to_plain
 from hf_posswap.patching.record.record import SwapRecord
@@ -100,9 +100,11 @@ class SwapPlan(ResultView):
         """Return the consequences of the edits as names and values."""
         added = (edit for edit in self.edits if isinstance(edit, AddMechanism))
         backends = dict.fromkeys(text for edit in added for text in describe_backends(edit.scheme, edit.geometry))
+        tables = self.route == "native" and any(isinstance(stack.table, TokenTable) for stack in self.sites.stacks)
+        limited = " with hf_posswap; in stock transformers its table ends there" if tables else ""
         return [
             ("route", _ROUTES[self.route]),
-            ("length", f"{self.max_length} positions" + (", runs beyond" if self.unbounded else "")),
+            ("length", f"{self.max_length} positions" + (f", runs beyond{limited}" if self.unbounded else "")),
             ("cache", _CONSISTENT if self.cached_equals_full else _INCONSISTENT),
             ("parallel", _SHARDABLE if self.shardable else _WHOLE),
             *(("backend", text) for text in backends),

@@ -33,7 +33,7 @@ from hf_posswap.compat.peft_wrappers import (
 )
 from hf_posswap.compat.torch_modules import give_class
 from hf_posswap.compat.transformers_loading import LoadingHooks, auto_mappings
-from hf_posswap.compat.transformers_models import let_record_outputs, tensor_parallel_size
+from hf_posswap.compat.transformers_models import building_on_meta, let_record_outputs, tensor_parallel_size
 from hf_posswap.errors import RecordError, UnsupportedSwapError
 from hf_posswap.patching.record.adapter_marks import (
     RECORD,
@@ -481,9 +481,10 @@ class _ReachedSwapError(BaseException):
         self.model = model
 
 
-def build_native(model: nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a fresh model of the class that `model` had before any swap, for a native `config`; see `build_class`."""
-    return build_class(native_class(type(model)), config)
+def native_skeleton(model: nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model on meta of the class of `model` before any swap, for a native `config`; see `build_class`."""
+    with building_on_meta():
+        return build_class(native_class(type(model)), config)
 
 
 def build_class(cls: type, config: PreTrainedConfig) -> PreTrainedModel:

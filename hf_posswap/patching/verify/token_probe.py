@@ -108,7 +108,9 @@ class TokenProbe(Probe):
         ids = torch.cat((self.ids[:, :1].expand(-1, by), self.ids), dim=1)  # [1, by + Q]
         mask = torch.ones_like(ids)
         mask[:, :by] = 0
-        return self._outputs(model, ids, ids, mask, {})[:, by:]
+        outputs = self._outputs(model, ids, ids, mask, {})
+        is_pooled = outputs.ndim == 2 and outputs.shape == self.at(model, self.near).shape  # of the last token
+        return outputs if is_pooled else outputs[:, by:]
 
     def _outputs(self, model: Any, ids: Tensor, other: Tensor | None, mask: Tensor, given: dict[str, Any]) -> Tensor:
         if not model.config.is_encoder_decoder:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_posswap.errors import DataError
+from hf_posswap.errors import DataError, PositionRangeError
 from hf_posswap.text.tokens import with_eos_token
 from hf_posswap.training.data.cutting import (
     LEAST,
@@ -196,8 +196,8 @@ def build_data(
 
     Raises:
         ConfigError: there is no source.
-        DataError: a source cannot be read or has no window, the window is longer than `scheme_length`, or the
-            tokenizer has no mask token for an encoder.
+        DataError: a source cannot be read or has no window, or the tokenizer has no mask token for an encoder.
+        PositionRangeError: the window is longer than `scheme_length`.
         MissingDependencyError: a source needs the package datasets.
         CheckpointError: the cache cannot be written.
 
@@ -257,7 +257,8 @@ def cut_data(
         begin: id of the token that each document begins with, which a separator replaces; None: there is none.
 
     Raises:
-        DataError: a source has no window, or the window is longer than `scheme_length`.
+        DataError: a source has no window.
+        PositionRangeError: the window is longer than `scheme_length`.
     """
     _check_length(settings, scheme_length)
     around = 0 if masking is None else masking.around
@@ -337,7 +338,7 @@ def _identity(train: TokenWindows, settings: DataSettings, held_out: Sequence[To
 
 def _check_length(settings: DataSettings, target: int) -> None:
     if settings.length > target:
-        raise DataError(
+        raise PositionRangeError(
             f"windows of {settings.length} tokens do not fit into the {target} positions that the model is meant for: "
             "take a smaller data.length, or a larger swap.max_length."
         )
@@ -532,6 +533,7 @@ def _summary(
             "tokens": len(store.tokens),
             "windows": len(cut),
             "tokens_in_windows": int(cut.lengths.sum()),
+            "padding": round(max(0.0, 1 - int(cut.lengths.sum()) / max(1, len(cut) * settings.length)), 4),
             "tokens_left_out": cut.left,
             "held_out_documents": len(held_out_store),
             "held_out_tokens": len(held_out_store.tokens),

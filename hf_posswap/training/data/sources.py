@@ -25,6 +25,8 @@ SPLITS = ("train", "validation", "test")
 """Splits of a data set to take, in this order, if none is named."""
 Say = Callable[[str], None]
 _QUIET_SECONDS = 10.0
+_MUCH_PADDING = 0.1
+"""Share of the windows from which a line reports it."""
 _LEFT_OUT = {
     "documents_too_short": "documents shorter than min_tokens",
     "documents_not_read": "documents by upsample",
@@ -202,6 +204,11 @@ def data_notes(summary: Mapping[str, Any]) -> Iterator[str]:
         ['a.jsonl: left out: rows without a token that the loss counts (1)']
     """
     for row in summary["sources"]:
+        if row.get("padding", 0.0) > _MUCH_PADDING:
+            yield (
+                f"warning: {row['source']}: {row['padding']:.0%} of the windows are padding, which counts as trained "
+                "tokens. A control with shorter windows reads more text: set data.packing to documents in both."
+            )
         left_out = [f"{text} ({row[name]:,})" for name, text in _LEFT_OUT.items() if row.get(name)]
         if left_out:
             yield f"{row['source']}: left out: {', '.join(left_out)}"

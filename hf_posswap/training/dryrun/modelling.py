@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_posswap.compat.torch_tensors import fake_mode, keep_in_place, made_fake, make_fake_as
-from hf_posswap.compat.transformers_models import without_initialising
+from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import ConfigError
 from hf_posswap.families.locating import locate
 from hf_posswap.families.modules import get
@@ -156,7 +156,7 @@ def _build_model(recipe: Recipe, mode: Any) -> Any:
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"), without_initialising():
+        with building_on_meta():
             model = cls(config)
     finally:
         torch.set_default_dtype(default_dtype)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.compat.transformers_models import without_origin
@@ -133,12 +134,16 @@ class Session:
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that a saved state must share with the search that resumes from it."""
+        from transformers import __version__ as transformers_version
+
         settings = dataclasses.asdict(self.settings)
         del settings["iterations"]  # a resumed search may have more
         unpack_4_bit_weights(self.model)
         config = without_origin(json.loads(self.model.config.to_json_string()))
         return {
             "code of hf_posswap": package_digest()[:16],  # which changes with its version, and in a checkout more often
+            "version of torch": str(torch.__version__),
+            "version of transformers": transformers_version,
             "model": weights_digest(self.model),
             "config of the model": json_digest(config)[:16],
             "documents": documents_digest(self.documents),

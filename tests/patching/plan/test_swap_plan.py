@@ -11,9 +11,9 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_posswap import Rope, Yarn, patch_model, plan_swap, unpatch_model
+from hf_posswap import Rope, Yarn, describe_positions, patch_model, plan_swap, unpatch_model
 from hf_posswap.errors import (
     AlreadyPatchedError,
     NotPatchedError,
@@ -247,3 +247,43 @@ def test_what_works_instead_works_for_such_a_model(model: str, scheme: str) -> N
 def test_a_length_of_numpy_is_planned_as_one_of_python() -> None:
     plan = plan_swap(build("gpt2"), "alibi", max_length=np.int64(64))  # type: ignore[arg-type]
     assert json.dumps(plan.to_dict()) == json.dumps(plan_swap(build("gpt2"), "alibi", max_length=64).to_dict())
+
+
+def test_a_native_table_ends_in_stock_transformers_and_the_plan_says_so() -> None:
+    model: Any = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16)).eval()
+    patch_model(model, "nope")
+    said = "16 positions, runs beyond with hf_posswap; in stock transformers its table ends there"
+    assert dict(plan_swap(unpatch_model(model), "nope").fact_rows())["length"] == said
+    assert dict(plan_swap(model, "alibi").fact_rows())["length"] == "16 positions, runs beyond"
+
+
+@pytest.mark.parametrize("rope_type", ["llama3", "yarn", "longrope"])
+def test_a_swap_that_takes_out_a_scaling_says_so(rope_type: str) -> None:
+    """Weights may have been trained with it, and would lose that training silently."""
+    scaling: dict[str, Any] = {"rope_type": rope_type, "factor": 8.0, "original_max_position_embeddings": 64}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+    scaling |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope_type == "longrope" else {}
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=11,
+        max_position_embeddings=512, rope_parameters=scaling | {"rope_theta": 10000.0},
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    assert "length      64 positions, 512 by the scaling in its config" in str(describe_positions(model))
+    says = "The config scales its rotation from 64 to 512 positions. This swap replaces that scaling"
+    for scheme in ("rope", "yarn:factor=2", "alibi", "nope"):
+        assert any(says in note for note in plan_swap(model, scheme).notes), scheme
+    assert plan_swap(model, "rope").adaptation.startswith("fine-tuning, if the weights were trained with the scaling")
+    assert not any(says in note for note in plan_swap(model, "native + alibi").notes)
+    plain = LlamaForCausalLM(LlamaConfig(**config.to_dict() | {"rope_parameters": {"rope_theta": 10000.0}}))
+    assert not plan_swap(plain, "rope").notes
+    assert plan_swap(plain, "rope").adaptation == "none within the original window: the same mechanism"
+
+
+def test_the_same_scaling_again_takes_nothing_out() -> None:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=11,
+        max_position_embeddings=512, rope_parameters=scaling,
+    )  # fmt: skip
+    assert not plan_swap(LlamaForCausalLM(config), "yarn:factor=8").notes
+    assert plan_swap(LlamaForCausalLM(config), "yarn:factor=16").notes

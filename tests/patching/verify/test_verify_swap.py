@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import FalconConfig, FalconForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from hf_posswap import patch_model, verify_swap
 from hf_posswap.errors import NotPatchedError, SwapVerificationError
@@ -17,7 +17,7 @@ from hf_posswap.patching.sites.attention.edits import PositionHook, StartHook
 from hf_posswap.patching.sites.embedding.table_edits import LengthHook
 from hf_posswap.schemes import Blend, LongRope, Rope, SSMax, native
 from hf_posswap.testing.contract.points.gradients import with_lora
-from hf_posswap.testing.tiny import tiny_model
+from hf_posswap.testing.tiny import tiny_config, tiny_model
 from tests.contract.models import LENGTH, build
 from tests.contract.pairs import gap, logits, words
 from tests.patching.plan.test_swap_plan import snapshot
@@ -260,3 +260,14 @@ def test_a_term_added_to_the_models_own_bias_is_proved_where_an_adapter_trains_i
 def test_a_head_of_several_texts_and_a_backbone_verify(name: str, scheme: str, changes: dict[str, Any]) -> None:
     model = patch_model(tiny_model(name, meta=False, **changes), scheme)
     assert "finite" in verify_swap(model).checks
+
+
+@pytest.mark.parametrize("labels", [2, 3, 400])
+def test_a_head_of_one_row_per_text_is_proved_where_no_positions_are_given(labels: int) -> None:
+    config: Any = tiny_config(FalconConfig)
+    config.num_labels, config.pad_token_id = labels, 0
+    model: Any = FalconForSequenceClassification(config).eval()
+    verify_swap(patch_model(model, "rope:base=5000", max_length=64))
+    model.transformer.rotary_emb.inv_freq.mul_(1.5)
+    with pytest.raises(SwapVerificationError):
+        verify_swap(model)

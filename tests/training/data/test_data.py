@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_posswap.comparison.documents import check_paths, read_documents
-from hf_posswap.errors import ConfigError, DataError, MissingDependencyError
+from hf_posswap.errors import ConfigError, DataError, MissingDependencyError, PositionRangeError
 from hf_posswap.text.documents import HubText, files_below
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
@@ -530,7 +530,7 @@ def test_every_problem_of_settings_is_said_at_once(settings: Any, message: str) 
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="windows of 2048 tokens .* 1024 positions .* a smaller data.length"):
+    with pytest.raises(PositionRangeError, match="windows of 2048 tokens .* 1024 positions .* a smaller data.length"):
         data(tmp_path, Source("python"), length=2048)
     with pytest.raises(DataError, match=r"packing 'pose' trains positions beyond the window, and .* both 1024"):
         data(tmp_path, Source("python"), length=1024, packing="pose")

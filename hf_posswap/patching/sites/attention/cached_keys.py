@@ -25,7 +25,7 @@ from hf_posswap.compat.transformers_calls import (
     quantized_keys,
     self_attention_cache,
 )
-from hf_posswap.errors import PosswapError
+from hf_posswap.errors import OptionError, PosswapError, UnsupportedSwapError
 from hf_posswap.schemes.common.piece import Keys
 from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.utils.devices import device_type
@@ -458,8 +458,9 @@ def evict_keys(cache: Cache, keep: Tensor) -> None:
             bool [T], True for each of T keys that stays.
 
     Raises:
-        PosswapError: `keep` does not fit the cache; the cache holds no tokens, or not as growing layers of full
-            attention; or its keys were replaced before.
+        OptionError: `cache` is none that holds tokens, or `keep` does not fit it.
+        UnsupportedSwapError: the cache does not hold its tokens as growing layers of full attention.
+        PosswapError: its keys were replaced before.
 
     Example:
         >>> import torch
@@ -493,18 +494,18 @@ def _layers(cache: Cache) -> list[Any]:
     """Return the layers of a cache, whose keys can be chosen from.
 
     Raises:
-        PosswapError: they cannot.
+        OptionError, UnsupportedSwapError, PosswapError: as `evict_keys`.
     """
     layers = getattr(self_attention_cache(cache), "layers", None)
     if not isinstance(layers, list) or not layers or getattr(layers[0], "keys", None) is None:
-        raise PosswapError(
+        raise OptionError(
             f"evict_keys was given a {type(cache).__name__} that holds no tokens in layers. What works: a DynamicCache "
             "that a forward has filled."
         )
     for number, layer in enumerate(layers):
         native = getattr(layer, "native_class", type(layer))
         if not is_growing_layer(native):
-            raise PosswapError(
+            raise UnsupportedSwapError(
                 f"evict_keys: layer {number} of this cache is a {native.__name__}, whose keys have places of their own "
                 "(a static cache), follow a window, or are not kept as they are. What works: a DynamicCache without "
                 "sliding layers (DynamicCache(), passed to the first forward) and a model of full attention."
@@ -534,21 +535,21 @@ def _index(keep: object, rows: int, length: int) -> Tensor:
         length: T, keys in the cache.
 
     Raises:
-        PosswapError: it does not fit.
+        OptionError: it does not fit.
     """
     expected = f"indices [K] or [{rows}, K], ascending, of the {length} keys in the cache, or bool [{length}]"
     if not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex():
-        raise PosswapError(f"evict_keys: keep is {type(keep).__name__}; give a tensor: {expected}.")
+        raise OptionError(f"evict_keys: keep is {type(keep).__name__}; give a tensor: {expected}.")
     if keep.dtype == torch.bool:
         if keep.shape != (length,):
-            raise PosswapError(f"evict_keys: keep is bool {list(keep.shape)}; give {expected}.")
+            raise OptionError(f"evict_keys: keep is bool {list(keep.shape)}; give {expected}.")
         keep = keep.nonzero()[:, 0]
     index = keep[None] if keep.dim() == 1 else keep
     if index.dim() != 2 or len(index) not in (1, rows) or not index.shape[1]:
-        raise PosswapError(f"evict_keys: keep has shape {list(keep.shape)}; give {expected}, at least one of them.")
+        raise OptionError(f"evict_keys: keep has shape {list(keep.shape)}; give {expected}, at least one of them.")
     ascending = bool((index[:, 1:] > index[:, :-1]).all())
     if not ascending or int(index.min()) < 0 or int(index.max()) >= length:
-        raise PosswapError(f"evict_keys: keep is {keep.tolist()}; give {expected}, each once.")
+        raise OptionError(f"evict_keys: keep is {keep.tolist()}; give {expected}, each once.")
     return index.long()
 
 

@@ -236,8 +236,8 @@ class StartHook:
             position_ids = counted(
                 source, self.memos.traced.padding_id, given, None if slot_and_cache is None else slot_and_cache[1]
             )
-        elif not takes:
-            check_fits(position_ids, given)  # the model's code does not check
+        else:  # the model's code does not check, and would let all tokens share a single one
+            check_fits(position_ids, given, heard=takes)
         may_be_packed = by_caller and self.masks_by_index is not False
         packed = may_be_packed and position_ids is not None and looks_packed(position_ids, given)
         if packed and self.masks_by_index:

@@ -242,18 +242,27 @@ def _swallows(module: nn.Module, argument: str) -> bool:
     )
 
 
-def check_fits(position_ids: Tensor, given: dict[str, object]) -> None:
+def check_fits(position_ids: Tensor, given: dict[str, object], *, heard: bool) -> None:
     """Check that `position_ids` are as many as the tokens among the arguments `given` by name.
+
+    Args:
+        position_ids: that a caller gave.
+        given: arguments of the module that takes the input.
+        heard: whether its own code takes them, in rows that it may know alone, such as [3, B, L] of images and text.
 
     Raises:
         PositionShapeError: they are not.
     """
     tokens = _tokens(given)
-    if tokens is None or tuple(position_ids.shape) in ((1, tokens.shape[1]), tuple(tokens.shape[:2])):
+    if not isinstance(tokens, Tensor) or not isinstance(position_ids, Tensor) or torch.jit.is_tracing():
+        return
+    shape = tuple(tokens.shape[:-1] if given.get("input_ids") is None else tokens.shape)  # [B, L]
+    ids = tuple(position_ids.shape)
+    if ids in (shape, (1, shape[-1])) or (heard and len(ids) > 1 and ids[-1] == shape[-1]):
         return
     raise PositionShapeError(
-        f"position_ids of shape {list(position_ids.shape)} were given for tokens of shape {list(tokens.shape[:2])}: "
-        "give one for each token, or one row for all rows."
+        f"position_ids of shape {list(ids)} were given for tokens of shape {list(shape)}: give one for each token of "
+        "this call, or one row for all rows; with a cache, only those of the new tokens."
     )
 
 

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.accelerate_state import offloading_hooks
 from hf_posswap.compat.peft_wrappers import is_adapted
 from hf_posswap.compat.torch_tensors import holds_values, is_plain
-from hf_posswap.compat.transformers_models import unsaved_keys, without_initialising
+from hf_posswap.compat.transformers_models import unsaved_keys
 from hf_posswap.errors import SchemeError, UnsupportedSwapError
 from hf_posswap.families.modules import get, has_buffer, join, tensor_at
 from hf_posswap.families.rope_config import config_at
@@ -20,7 +19,7 @@ from hf_posswap.families.sites import PatchTable, TokenTable
 from hf_posswap.patching.edits.edit import Edit, PlanDraft, SwapContext
 from hf_posswap.patching.edits.restore import stored
 from hf_posswap.patching.edits.settings import SetAttribute
-from hf_posswap.patching.record.model_class import build_native
+from hf_posswap.patching.record.model_class import native_skeleton
 from hf_posswap.patching.sites.embedding.patch_edits import (
     AnyImageSize,
     RemovePatchTable,
@@ -401,8 +400,7 @@ def _followed(context: SwapContext, table: PatchTable, values: dict[str, object]
     for name, value in values.items():
         parent, _, leaf = name.rpartition(".")
         setattr(config_at(trial, parent), leaf, value)
-    with torch.device("meta"), without_initialising():
-        as_it_was, fresh = build_native(model, copy.deepcopy(model.config)), build_native(model, trial)
+    as_it_was, fresh = native_skeleton(model, copy.deepcopy(model.config)), native_skeleton(model, trial)
     text: dict[str, Any] = {"site": "embedding", "stack": context.stack.name}
     for path, module in fresh.get_submodule(table.embeddings).named_modules(prefix=table.embeddings):
         for name, new in vars(module).items():

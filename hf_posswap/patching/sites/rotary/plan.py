@@ -10,11 +10,9 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from hf_posswap.compat.transformers_attention import runs_longrope_by_layer_type, turns_part
-from hf_posswap.compat.transformers_models import without_initialising
 from hf_posswap.errors import UnsupportedSwapError
 from hf_posswap.families.modules import modeling_module
 from hf_posswap.families.rope_config import config_at
@@ -22,7 +20,7 @@ from hf_posswap.families.rotary import POSITIONS_ELSEWHERE
 from hf_posswap.families.sites import Stack
 from hf_posswap.patching.edits.edit import PlanDraft, SwapContext
 from hf_posswap.patching.edits.settings import Scalar, setting_edits, settings_to_follow
-from hf_posswap.patching.record.model_class import build_native
+from hf_posswap.patching.record.model_class import native_skeleton
 from hf_posswap.patching.sites.rotary.edits import KeepRotary, NeutraliseRotary, RebuildRotary
 from hf_posswap.patching.sites.rotary.modules import (
     RopeValues,
@@ -137,7 +135,7 @@ def _keep(context: SwapContext) -> PlanDraft:
         for path in stack.rotary
     ]
     types = stack.rope_layer_types
-    values, notes = refused_values(context.model, stack, types), [*kept_layers(stack, types)]
+    values, notes = refused_values(context.model, stack, types), [*kept_layers(stack, types, replaced=False)]
     if context.length > context.geometry.original_length:
         notes.append(
             f"The rotation stays as it is: beyond {context.geometry.original_length} positions it turns by angles that "
@@ -193,17 +191,18 @@ def native_swap(model: PreTrainedModel, stack: Stack, scheme: Scheme, length: in
             continue
         prefix = f"{stack.config}." if stack.config else ""
         changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": config.rope_parameters}
-        return NativeSwap(trial, settings, changed, kept_layers(stack, tuple(values)))
+        current = config_at(model.config, stack.config).rope_parameters
+        same = current.items() <= config.rope_parameters.items()  # which has defaults written out too
+        return NativeSwap(trial, settings, changed, kept_layers(stack, tuple(values), replaced=not same))
     return None
 
 
 def _settings(model: PreTrainedModel, stack: Stack, trial: Any) -> list[tuple[str, str, Scalar, Scalar]] | None:
     """Return the settings that change with the config `trial`; None if its model cannot be built."""
     try:
-        with torch.device("meta"), without_initialising():
-            current = copy.deepcopy(model.config)
-            current = with_real_dtype(current, config_at(current, stack.config))
-            before, after = build_native(model, current), build_native(model, trial)
+        current = copy.deepcopy(model.config)
+        current = with_real_dtype(current, config_at(current, stack.config))
+        before, after = native_skeleton(model, current), native_skeleton(model, trial)
     except Exception:  # arbitrary model code, written for other rope parameters
         return None
     return settings_to_follow(model, before, after, stack.rotary)
@@ -273,9 +272,16 @@ def _all_follow(model: PreTrainedModel, stack: Stack, scheme: Scheme, config: Pr
     return True
 
 
-def kept_layers(stack: Stack, layer_types: tuple[str, ...]) -> tuple[str, ...]:
-    """Return notes on layers without rotation, and on layers that keep theirs because they are not in `layer_types`."""
+def kept_layers(stack: Stack, layer_types: tuple[str, ...], *, replaced: bool = True) -> tuple[str, ...]:
+    """Return notes on layers that keep their own, as they do not rotate or are not in `layer_types`, and on scaling."""
     notes, others = [], [name for name in stack.rope_layer_types if name not in layer_types]
+    if replaced and stack.geometry.scaled_length:
+        notes.append(
+            f"The config scales its rotation from {stack.geometry.original_length} to {stack.geometry.scaled_length} "
+            "positions. This swap replaces that scaling, and lengths count from the first: weights that were trained "
+            "with it, as Llama 3.1's, Phi-3's and gpt-oss', lose it. Where it was only added, as to Qwen2.5, nothing "
+            "is lost."
+        )
     if others:
         notes.append(
             f"Layers of type {', '.join(others)} keep their own rotation: they see only the last tokens, and a longer "

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
 from hf_posswap import evict_keys, patch_model, unpatch_model
-from hf_posswap.errors import PosswapError
+from hf_posswap.errors import OptionError, PosswapError, UnsupportedSwapError
 from hf_posswap.patching.sites.attention import cached_keys, edits
 from hf_posswap.patching.sites.attention.forward_memo import Span, Standing
 from hf_posswap.patching.sites.attention.positions import find_span
@@ -427,7 +427,7 @@ def test_a_compiled_forward_upon_kept_keys_is_right_or_refused(scheme: str) -> N
 def test_evict_keys_refuses_what_does_not_fit_and_changes_nothing(keep: Any, message: str) -> None:
     model = swapped()
     cache = filled("dynamic", model)
-    with pytest.raises(PosswapError, match=message):
+    with pytest.raises(OptionError, match=message):
         evict_keys(cache, keep)
     assert gap(rest(model, cache), expected(model)) < NOISE
 
@@ -435,14 +435,16 @@ def test_evict_keys_refuses_what_does_not_fit_and_changes_nothing(keep: Any, mes
 def test_evict_keys_refuses_caches_that_hold_keys_otherwise() -> None:
     model = swapped()
     for cache in (DynamicCache(), None):
-        with pytest.raises(PosswapError, match="holds no tokens"):
+        with pytest.raises(OptionError, match="holds no tokens"):
             evict_keys(cache, KEPT)
     windowed = build("mistral (sliding_window)")
     for kind, name, owner in (
         *(("static", "StaticLayer", model), ("quantised", "Lossless", model)),
         ("by config", "DynamicSlidingWindowLayer", windowed),
     ):
-        with pytest.raises(PosswapError, match=f"layer 0 of this cache is a {name}.*What works: a DynamicCache"):
+        with pytest.raises(
+            UnsupportedSwapError, match=f"layer 0 of this cache is a {name}.*What works: a DynamicCache"
+        ):
             evict_keys(filled(kind, owner), KEPT)
     with pytest.raises(PosswapError, match="keys of layer 0 of this cache were replaced by other means"):
         evict_keys(evict(filled("dynamic", model), torch.arange(1, HALF)), KEPT[:3])

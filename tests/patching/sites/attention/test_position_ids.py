@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from hf_posswap import patch_model, swap_plan, unpatch_model, verify_swap
 from hf_posswap.errors import PositionRangeError, PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.locating import family_of, locate
 from hf_posswap.patching.inspect.describe import stand_ins
-from hf_posswap.patching.sites.attention.positions import PassPositionIds
+from hf_posswap.patching.sites.attention.positions import PassPositionIds, check_fits
 from hf_posswap.schemes import Alibi, Blend, schemes_for
 from hf_posswap.testing.contract.models import copied
 from hf_posswap.testing.tiny import tiny_model
@@ -312,6 +314,45 @@ def test_one_for_each_token_is_wanted() -> None:
         model(input_ids=IDS, position_ids=torch.arange(3)[None])
     with pytest.raises(PositionShapeError, match=r"shape \[3, 1, 8\]"):
         model(inputs_embeds=torch.zeros(2, 8, model.config.hidden_size), position_ids=POSITIONS.expand(3, 1, -1))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *(("GPT2LMHeadModel", scheme) for scheme in ("rope", "alibi", "xpos", "self_extend", "learned + rope")),
+        *(("LlamaForCausalLM", scheme) for scheme in ("alibi", "self_extend")),
+        ("OPTForCausalLM", "rope"),
+    ],
+)
+def test_one_for_each_token_is_wanted_where_the_class_takes_them(name: str, scheme: str) -> None:
+    options = {"site": "auto"} if "learned" in scheme else {}
+    model = swapped(name, scheme, **options, **({"max_length": 256} if scheme == "self_extend" else {}))
+    ids, index = IDS[:1], torch.arange(IDS.shape[1])
+    whole = first(model, input_ids=ids, position_ids=index[None])
+    wrong = {"[1, 7]": index[None, :-1], "[1, 9]": torch.arange(9)[None], "[1, 1]": index[None, :1], "[8]": index}
+    for shape, given in wrong.items():  # a single one would be all tokens' position
+        message = f"shape {shape} were given for tokens of shape [1, 8]: give one for each token of this call, or"
+        with pytest.raises(PositionShapeError, match=re.escape(message)):
+            model(input_ids=ids, position_ids=given)
+    with torch.no_grad():
+        cache = cache_in(model(input_ids=ids[:, :5], position_ids=index[None, :5], use_cache=True))
+    with pytest.raises(PositionShapeError, match="with a cache, only those of the new tokens"):
+        model(input_ids=ids[:, 5:], position_ids=index[None], **with_cache(model, copy.deepcopy(cache)))
+    steps = first(model, input_ids=ids[:, 5:], position_ids=index[None, 5:], **with_cache(model, cache))
+    assert gap(steps, whole[:, 5:]) < NOISE
+    rows = first(model, input_ids=IDS, position_ids=index[None])
+    assert gap(first(model, input_ids=IDS, position_ids=index.expand(2, -1)), rows) < NOISE
+
+
+def test_a_class_may_take_ids_in_rows_of_its_own() -> None:
+    shared, rows = torch.zeros(3, 2, 8, dtype=torch.long), torch.zeros(4, 2, 8, dtype=torch.long)  # of images and text
+    embeds: dict[str, Any] = {"inputs_embeds": torch.zeros(2, 8, 16)}
+    for given in ({"input_ids": IDS}, embeds, {"pixel_values": torch.zeros(2, 3, 4)}):
+        for ids in (shared, rows):
+            check_fits(ids, given, heard=True)
+    check_fits(shared[0], {"input_ids": IDS[:, None].expand(2, 4, 8)}, heard=True)  # of several choices
+    with pytest.raises(PositionShapeError, match=r"shape \[3, 2, 7\] were given for tokens of shape \[2, 8\]"):
+        check_fits(shared[..., 1:], embeds, heard=True)
 
 
 GONE = "under gradient checkpointing it runs again when they are gone"
