@@ -281,8 +281,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     steady = reach.prefix_consistent or not reach.causal  # else the last text's length sets frequencies, and more
     for path, module in model.named_modules():  # a scale of the scores, say, which neither weights nor config show
         for name, value in sorted(vars(module).items()):
-            values = (*value.values(), 0) if isinstance(value, dict) else (value,)  # the scales of LoRA's adapters
-            number = isinstance(values[0], float) or (steady and len(values) == 1 and isinstance(value, int))
+            number = isinstance(value, float) or (steady and isinstance(value, int))
             if number and not name.startswith("_") and name != "training":
                 total.update(f"{path}.{name} {value}".encode())
     unsaved = dict(model.named_buffers()) if steady else {}  # which are not saved: frequencies
