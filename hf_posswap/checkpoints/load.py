@@ -160,7 +160,8 @@ def load(
         reason = error if str(error) else type(error).__name__
         raise CheckpointError(f"cannot load {str(source)!r}: {reason}") from error
     prefix = f"{model.base_model_prefix}."
-    _refuse_misfits(source, info, None if model_class is None else _keys_held(config), prefix)
+    named = "" if model_class is None else f"{model_class_of(config).base_model_prefix}."
+    _refuse_misfits(source, info, None if model_class is None else _keys_held(config, named), prefix, named)
     if not elsewhere:
         _refuse_integers(source, model, info, hub)
     record = getattr(model.config, "posswap", None)
@@ -169,8 +170,18 @@ def load(
     return model
 
 
-def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str] | None, prefix: str) -> None:
-    """Refuse weights that do not fit; `required` are the keys that it must have, None: all of the model's."""
+def _refuse_misfits(
+    source: str | Path, info: dict[str, Any], required: set[str] | None, prefix: str, named: str
+) -> None:
+    """Refuse weights that do not fit.
+
+    Args:
+        source: of the checkpoint.
+        info: what transformers says of the load.
+        required: the keys that it must have, less the prefix of its class; None: all of the model's.
+        prefix: of the base model in the loaded class.
+        named: that in the class that config.json names: a sibling may have another.
+    """
     missing = sorted(key for key in info["missing_keys"] if required is None or key.removeprefix(prefix) in required)
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
     unexpected = sorted(info["unexpected_keys"]) if required is None else []
@@ -180,9 +191,10 @@ def _refuse_misfits(source: str | Path, info: dict[str, Any], required: set[str]
             f"{mismatched[:8]}, unknown {unexpected[:8]}."
             + (
                 " The class that config.json names has them under other names (another prefix, or shared embeddings), "
-                "and transformers would leave these random. What works: for another prefix, such as that of Llama's "
-                r"class for answering questions, key_mapping={r'^model\.': 'transformer.'}; else load without "
-                "model_class, and take the part that you need, by model.get_encoder() or model.get_decoder()."
+                "and transformers would leave these random. What works: "
+                + (f"key_mapping={{{'^' + re.escape(named)!r}: {prefix!r}}}; or " if named != prefix else "")
+                + "load without model_class, and take the part that you need from there, by model.get_encoder() or "
+                "model.get_decoder()."
                 if missing and required is not None
                 else ""
             )
@@ -223,13 +235,12 @@ def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str,
         )
 
 
-def _keys_held(config: PreTrainedConfig) -> set[str]:
+def _keys_held(config: PreTrainedConfig, prefix: str) -> set[str]:
     """Return the keys, less the base model's prefix, of the model that the checkpoint's config names."""
     config_class = type(config)
     named = model_class_of(config)
     if native_config_class(config) is not config_class:
         named = swapped_class(named)
-    prefix = f"{named.base_model_prefix}."  # a sibling class may have another
     with building_on_meta():
         return {key.removeprefix(prefix) for key in named(copy.deepcopy(config)).state_dict()}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -555,14 +557,22 @@ def test_a_class_of_another_prefix_gets_the_body_by_a_key_mapping_or_is_refused(
     scheme: str, auto: bool, tmp_path: Path
 ) -> None:
     """Llama's class for answering questions has its body elsewhere: stock transformers leaves all of it random."""
-    from transformers import AutoModelForQuestionAnswering, LlamaForQuestionAnswering
+    from transformers import AutoModelForQuestionAnswering, LlamaForCausalLM, LlamaForQuestionAnswering
 
     model: Any = tiny_model("llama", meta=False)
     hf_posswap.patch_model(model, scheme).save_pretrained(tmp_path)
     answering = AutoModelForQuestionAnswering if auto else LlamaForQuestionAnswering
-    with pytest.raises(CheckpointError, match=r"missing .*transformer.*another prefix.*key_mapping="):
+    says = r"missing .*transformer.*another prefix.*key_mapping=(\{[^}]*\}); or load"
+    with pytest.raises(CheckpointError, match=says) as refused:
         hf_posswap.load(tmp_path, model_class=answering)
-    mapping = {r"^model\.": "transformer."}
+    found = re.search(says, str(refused.value))
+    assert found is not None
+    mapping = ast.literal_eval(found[1])
+    assert mapping == {r"^model\.": "transformer."}
     loaded: Any = hf_posswap.load(tmp_path, model_class=answering, key_mapping=mapping).eval()
     ids = torch.arange(9)[None]
     assert torch.equal(loaded.transformer(ids).last_hidden_state, model.eval().model(ids).last_hidden_state)
+    other = LlamaForQuestionAnswering(hf_posswap.unpatch_model(model).config)
+    hf_posswap.patch_model(other, scheme).save_pretrained(tmp_path / "answering")
+    with pytest.raises(CheckpointError, match=re.escape(r"key_mapping={'^transformer\\.': 'model.'}")):
+        hf_posswap.load(tmp_path / "answering", model_class=LlamaForCausalLM)

@@ -286,4 +286,5 @@ def test_the_same_scaling_again_takes_nothing_out() -> None:
         max_position_embeddings=512, rope_parameters=scaling,
     )  # fmt: skip
     assert not plan_swap(LlamaForCausalLM(config), "yarn:factor=8").notes
-    assert plan_swap(LlamaForCausalLM(config), "yarn:factor=16").notes
+    for other in ("yarn:factor=16", "yarn:factor=8,attention_factor=1.0"):
+        assert plan_swap(LlamaForCausalLM(config), other).notes

@@ -191,8 +191,8 @@ def native_swap(model: PreTrainedModel, stack: Stack, scheme: Scheme, length: in
             continue
         prefix = f"{stack.config}." if stack.config else ""
         changed = {f"{prefix}max_position_embeddings": reach, f"{prefix}rope_parameters": config.rope_parameters}
-        current = config_at(model.config, stack.config).rope_parameters
-        same = current.items() <= config.rope_parameters.items()  # which has defaults written out too
+        current = config_at(model.config, stack.config)
+        same = stack.geometry.scaled_length is not None and _all_follow(model, stack, scheme, current)
         return NativeSwap(trial, settings, changed, kept_layers(stack, tuple(values), replaced=not same))
     return None
 

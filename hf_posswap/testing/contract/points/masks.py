@@ -107,7 +107,7 @@ def random_positions_are_used_as_given(pair: Pair) -> None:
 
     Positions with holes (PoSE, interpolation) must act: an all-ones mask keeps transformers from packing.
 
-    Where the native class takes no position ids, it drops them without a word; swapped, it goes by them.
+    Where the native class takes no position ids, it drops them silently; swapped, it goes by them.
     """
     holes = torch.cat([torch.arange(5), torch.arange(16, 31)])[None] + first_position(pair)  # inside a chunk of Llama 4
     native, actual = (
