@@ -420,7 +420,7 @@ class PiecewiseBlocks:
         to.offsets.index_add_(1, pieces, constant)
         to.slopes.index_add_(1, pieces, linear * line)
         to.line[lines] += (linear * slopes).sum(dim=0)
-        weights = (slopes * line)[:, None]  # from the left: CPUs are many times slower the other way round
+        weights = (slopes * line)[:, None]  # from the left: CPUs are slower the other way round
         to.factors[places] += torch.bmm(weights, change.transpose(1, 2)).sum(dim=(0, 1))
 
     def _accumulate_pairs(self, change: Tensor, columns: Tensor, at: _Place) -> None:
