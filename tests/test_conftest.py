@@ -110,7 +110,7 @@ class Names:
 
 
 found = {}
-for share in ["", "1/3", "2/3", "3/3"]:
+for share in json.loads(sys.argv.pop(1)):
     names = Names()
     given = ["--share", share] if share else []
     pytest.main(["-n0", "-qq", "--collect-only", "-p", "no:cacheprovider", *given, *sys.argv[1:]], plugins=[names])
@@ -127,7 +127,8 @@ def test_searches_for_garbage_pass_over_what_was_there_before_the_tests() -> Non
 @pytest.mark.slow
 def test_shares_are_disjoint_and_together_everything() -> None:
     """One process collects four times: most of what a collection takes is to import what is tested."""
-    command = [sys.executable, "-c", COLLECTING, "tests/schemes/test_rope_types.py"]
+    shares = json.dumps(["", "1/3", "2/3", "3/3"])
+    command = [sys.executable, "-c", COLLECTING, shares, "tests/schemes/test_rope_types.py"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert "FOUND" in out.stdout, out.stdout + out.stderr
     found = json.loads(out.stdout.rpartition("FOUND")[2])
@@ -135,6 +136,23 @@ def test_shares_are_disjoint_and_together_everything() -> None:
     assert len(everything) > 10
     assert all(found.values())
     assert sorted(sum(found.values(), [])) == sorted(everything)
+
+
+def test_no_share_of_a_few_chosen_tests_is_empty(tmp_path: Path) -> None:
+    """Names fall in shares by a hash, which left one share of eight without any of transformers' eleven tests."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "conftest.py")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    cases = "@pytest.mark.parametrize('case', range(11))\ndef test_few(case): pass\ndef test_other(): pass\n"
+    (tmp_path / "test_few.py").write_text("import pytest\n" + cases)
+    shares = json.dumps(["", *(f"{share}/16" for share in range(1, 17))])
+    command = [sys.executable, "-c", COLLECTING, shares, "-k", "test_few and not other", "test_few.py"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert "FOUND" in out.stdout, out.stdout + out.stderr
+    found = json.loads(out.stdout.rpartition("FOUND")[2])
+    everything = found.pop("")
+    assert len(everything) == 11
+    assert all(found.values())
+    assert set(sum(found.values(), [])) == set(everything)
 
 
 LARGE = """
