@@ -185,20 +185,24 @@ def _refuse_misfits(
     missing = sorted(key for key in info["missing_keys"] if required is None or key.removeprefix(prefix) in required)
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
     unexpected = sorted(info["unexpected_keys"]) if required is None else []
-    if missing or mismatched or unexpected:
-        raise CheckpointError(
-            f"the weights of {str(source)!r} do not fit its config: missing {missing[:8]}, of another shape "
-            f"{mismatched[:8]}, unknown {unexpected[:8]}."
-            + (
-                " The class that config.json names has them under other names (another prefix, or shared embeddings), "
-                "and transformers would leave these random. What works: "
-                + (f"key_mapping={{{'^' + re.escape(named)!r}: {prefix!r}}}; or " if named != prefix else "")
-                + "load without model_class, and take the part that you need from there, by model.get_encoder() or "
-                "model.get_decoder()."
-                if missing and required is not None
-                else ""
-            )
+    if not (missing or mismatched or unexpected):
+        return
+    saved = named or "".join(f"{key.partition('.')[0]}." for key in unexpected[:1])
+    advice = f"key_mapping={{{'^' + re.escape(saved)!r}: {prefix!r}}}" if saved != prefix else ""
+    if missing and required is not None:
+        advice = (
+            " The class that config.json names has them under other names (another prefix, or shared embeddings), and "
+            f"transformers would leave these random. What works: {advice}{'; or ' * bool(advice)}load without "
+            "model_class, and take the part that you need from there, by model.get_encoder() or model.get_decoder()."
         )
+    elif missing and {saved + key.removeprefix(prefix) for key in missing} == set(unexpected):
+        advice = f" A model saved after a load with key_mapping has the old names. What works: {advice}."
+    else:
+        advice = ""
+    raise CheckpointError(
+        f"the weights of {str(source)!r} do not fit its config: missing {missing[:8]}, of another shape "
+        f"{mismatched[:8]}, unknown {unexpected[:8]}.{advice}"
+    )
 
 
 def _refuse_integers(source: str | Path, model: PreTrainedModel, info: dict[str, Any], hub: dict[str, object]) -> None:

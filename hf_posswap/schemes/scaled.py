@@ -124,7 +124,7 @@ class Llama3(ScaledRotary):
 
     name: ClassVar[str] = "llama3"
     summary: ClassVar[str] = "Llama 3's scaling: interpolate long waves, keep short ones"
-    source: ClassVar[str] = "https://arxiv.org/abs/2407.21783"
+    source: ClassVar[str] = "https://github.com/meta-llama/llama-models"
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

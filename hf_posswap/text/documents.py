@@ -273,14 +273,14 @@ def _of_file(path: Path, column: str, chats: bool) -> Iterator[Document]:
     if path.suffix not in TEXT_FILES:
         raise DataError(f"{path} is of an unknown kind; known: {', '.join((*TEXT_FILES, *ROW_FILES))}.")
     try:
-        return iter([Document(str(path), path.read_text(encoding="utf-8"))])
+        return iter([Document(str(path), path.read_text(encoding="utf-8-sig"))])
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
 
 
 def _json_lines(path: Path) -> Iterator[object]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     yield json.loads(line)

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 RECORDER = "posswap_relations"
 _MOST_SCORES = 2**24
 """Scores of one block of queries that are held at once."""
+_LEAST_VARIANCE = 1e-4
+"""The least variance that states are taken to have, in their mean square."""
 Teacher = Literal["window", "sliding"]
 
 
@@ -237,8 +239,8 @@ class DistillSettings:
             reads nearly two tokens per token.
         states: weight of the distance between both models' states after each layer but the last, added to the loss
             (https://arxiv.org/abs/1909.10351, equation 8): the squared distance divided by the variance of the
-            teacher's states over the batch, averaged over layers and tokens. It gives every layer a target; the
-            divergence gives only the last layer one. 0: none.
+            teacher's states over the tokens of the forward, averaged over layers and tokens. It gives every layer a
+            target; the divergence gives only the last layer one. A forward of one token adds nothing. 0: none.
         relations: weight of the divergence of both models' attention relations, added to the loss: which tokens have
             similar queries, similar keys, similar values (https://arxiv.org/abs/2604.00004). It restores the attention
             of a model whose rotation was rescaled, with few tokens. For the teacher window. 0: none.
@@ -397,8 +399,8 @@ def _state_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], taught
         taught: bool [B, L].
     """
     at = taught.nonzero(as_tuple=True)
-    if not len(at[0]):
-        return student[0][taught].sum()
+    if len(at[0]) < 2:  # which have no variance
+        return student[0][taught][:0].sum()
     distances = [_StateDistance.apply(states, target, *at) for states, target in zip(student, teacher, strict=True)]
     return torch.stack(distances).mean()
 
@@ -409,7 +411,9 @@ class _StateDistance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, states: Tensor, target: Tensor, row: Tensor, index: Tensor) -> Tensor:
         wanted = target.float()
-        variance = (wanted - wanted.mean(dim=0)).square().sum(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
+        # Where all states are equal, as those of a repeated token, a share of their size stands for the variance.
+        floor = wanted.square().sum(dim=1).mean() * _LEAST_VARIANCE + torch.finfo(torch.float32).tiny
+        variance = (wanted - wanted.mean(dim=0)).square().sum(dim=1).mean().clamp_min(floor)
         ctx.save_for_backward(states, target, row, index, variance)
         return (states[row, index].float() - wanted).square_().sum() / variance
 

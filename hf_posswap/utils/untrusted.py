@@ -63,7 +63,7 @@ def read_bounded(path: Path, most: int = MOST_BYTES) -> str:
         content = file.read(most + 1) if status.st_size <= most else b""
     if status.st_size > most or len(content) > most:
         raise OSError(f"it has more than {most} bytes")
-    return content.decode("utf-8").replace("\r\n", "\n")
+    return content.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def _open(path: str, flags: int) -> int:

@@ -571,7 +571,13 @@ def test_a_class_of_another_prefix_gets_the_body_by_a_key_mapping_or_is_refused(
     assert mapping == {r"^model\.": "transformer."}
     loaded: Any = hf_posswap.load(tmp_path, model_class=answering, key_mapping=mapping).eval()
     ids = torch.arange(9)[None]
-    assert torch.equal(loaded.transformer(ids).last_hidden_state, model.eval().model(ids).last_hidden_state)
+    states = model.eval().model(ids).last_hidden_state
+    assert torch.equal(loaded.transformer(ids).last_hidden_state, states)
+    loaded.save_pretrained(tmp_path / "renamed back")  # by transformers, which turns the mapping round
+    with pytest.raises(CheckpointError, match=re.escape(f"has the old names. What works: key_mapping={mapping}.")):
+        hf_posswap.load(tmp_path / "renamed back")
+    loaded = hf_posswap.load(tmp_path / "renamed back", key_mapping=mapping).eval()
+    assert torch.equal(loaded.transformer(ids).last_hidden_state, states)
     other = LlamaForQuestionAnswering(hf_posswap.unpatch_model(model).config)
     hf_posswap.patch_model(other, scheme).save_pretrained(tmp_path / "answering")
     with pytest.raises(CheckpointError, match=re.escape(r"key_mapping={'^transformer\\.': 'model.'}")):

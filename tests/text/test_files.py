@@ -10,6 +10,7 @@ from hf_posswap.comparison.documents import read_documents
 from hf_posswap.errors import DataError
 from hf_posswap.text.documents import file_documents, files_below
 from hf_posswap.training import byte_tokenizer
+from hf_posswap.utils.untrusted import read_bounded
 
 
 def test_a_folders_readme_is_no_document_at_any_depth(tmp_path: Path) -> None:
@@ -31,3 +32,13 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"nope")
     with pytest.raises(DataError, match=r"rows\.parquet cannot be read as parquet: "):
         list(file_documents(path, "text"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    """Editors on Windows begin UTF-8 files with one; it was a token of the text and broke a first JSON line."""
+    (tmp_path / "a.txt").write_text("a text", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "of a row"}\n', encoding="utf-8-sig")
+    (tmp_path / "recipe.yaml").write_text("include: base.yaml\n", encoding="utf-8-sig")
+    texts = [document.text for name in ("a.txt", "b.jsonl") for document in file_documents(tmp_path / name, "text")]
+    assert texts == ["a text", "of a row"]
+    assert read_bounded(tmp_path / "recipe.yaml") == "include: base.yaml\n"

@@ -123,6 +123,28 @@ def test_states_are_compared_after_each_layer_but_the_last(kind: str, teacher: A
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("counted", [1, 2])
+def test_states_of_a_single_token_or_of_equal_ones_have_no_variance_and_keep_the_loss_finite(counted: int) -> None:
+    """A micro-batch may have one counted token: its distance was divided by a variance of zero, which gave infinity."""
+    model = patch_model(tiny("gpt2"), "nope")
+    teacher = patch_model(make_teacher(model), "nope")  # so that equal tokens have equal states
+    for parameter in model.parameters():
+        parameter.data.add_(0.01)
+    ids = torch.full((1, 8), 3)
+    labels = torch.where(torch.arange(8)[None] < 8 - counted, -100, ids)
+    losses = {}
+    for states in (0.0, 0.7):
+        model.zero_grad()
+        settings = DistillSettings(states=states)
+        inputs = {"input_ids": ids, "labels": labels}
+        losses[states] = distillation_loss(model, teacher, inputs, settings, window=WINDOW, chunk=16)
+        losses[states].backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert bool(losses[0.7].isfinite())
+    assert bool(losses[0.7] > losses[0.0]) == (counted == 2)
+
+
 def test_a_model_of_one_layer_has_no_states_before_the_last() -> None:
     model = tiny("gpt2", n_layer=1)
     patch_model(model, "rope", max_length=2 * WINDOW)

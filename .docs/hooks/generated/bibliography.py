@@ -138,11 +138,10 @@ WORKS: dict[str, Work] = {
         "Rotary Position Embedding for Vision Transformer",
         2024,
     ),
-    "https://arxiv.org/abs/2407.21783": Work(
-        "grattafiori2024llama3",
-        "Grattafiori, Aaron and Dubey, Abhimanyu and Jauhri, Abhinav and Pandey, Abhinav and Kadian, Abhishek and "
-        "others",
-        "The Llama 3 Herd of Models",
+    "https://github.com/meta-llama/llama-models": Work(
+        "meta2024llamamodels",
+        "{Meta}",
+        "llama-models: utilities for the Llama models, apply\\_scaling",
         2024,
     ),
     "https://arxiv.org/abs/2410.06205": Work(
