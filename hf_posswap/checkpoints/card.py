@@ -98,7 +98,7 @@ def write_card(
     base, license = origin = _base_and_license(facts, token, online, card_data(folder).get("license"))
     architecture, training = type(skeleton).__name__, describe_positions(skeleton).trained
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
-    numbers, metrics = evaluation(facts.results, None if plan is None else plan.scheme.name, task or "other")
+    numbers, metrics = evaluation(facts.results, plan, training_of(skeleton.config), task or "other")
     data = _card_data(facts, task, plan, origin, metrics)
     recipe = json.dumps(facts.recipe, indent=2, default=str)
     sections = [

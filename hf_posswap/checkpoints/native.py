@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 """The largest difference of two outputs, as a share of their largest distance from the mean."""
-_OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
+_OF_TOKENS = ("start_logits", "end_logits")
+"""Outputs [B, L] with a number for each token; others [B, N] are of the whole text."""
 _DECODERS, _ENCODERS = ("gpt2", "opt"), ("bert", "roberta")
 CONVERSIONS: dict[str, tuple[tuple[str, ...] | None, Callable[[PreTrainedModel, SwapPlan], Blueprint]]] = {
     "same": (None, same_class),
@@ -252,8 +253,8 @@ class Proof:
 
     Attributes:
         lengths: of the inputs, in tokens.
-        difference: the largest absolute difference of two outputs, in float32.
-        spread: the largest distance of an output from the mean, as the scale for the difference.
+        difference: the largest absolute difference of the output that differs most, in float32.
+        spread: the largest distance of that output from its mean, as the scale for the difference.
     """
 
     lengths: tuple[int, ...]
@@ -292,30 +293,36 @@ def prove_equal(
         seed: of the tokens.
 
     Raises:
-        SwapVerificationError: the outputs differ, or are not finite.
+        SwapVerificationError: the outputs differ, are not finite, are all equal numbers, or are none.
     """
     pair = [each if each.dtype in (torch.float32, torch.float64) else _wide(each) for each in (model, native)]
     modes = [each.training for each in pair]
     vocabulary = min(each.config.vocab_size for each in pair)
     padding = getattr(model.config, "pad_token_id", None)
     generator = torch.Generator().manual_seed(seed)
-    difference = spread = 0.0
+    found = []
     try:
         for length in lengths:
             ids = torch.randint(0, vocabulary, (2, length), generator=generator)
             if padding is not None:  # RoBERTa's family counts positions by such tokens, its native class does not
                 ids = torch.where(ids == padding, (padding + 1) % vocabulary, ids)
             for inputs in _inputs(ids, causal):
-                outputs, expected = (_outputs(each.eval(), inputs) for each in pair)
+                expected, outputs = (_outputs(each.eval(), inputs) for each in pair)
+                if not expected or outputs.keys() != expected.keys():
+                    raise SwapVerificationError(
+                        f"{type(model).__name__} gives {', '.join(expected) or 'no output'}, and the converted "
+                        f"{type(native).__name__} {', '.join(outputs) or 'none'}: they cannot be compared. Nothing was "
+                        "changed; keep the swapped model."
+                    )
                 for name, value in expected.items():
-                    apart = float((outputs[name] - value).abs().max())
-                    difference = apart if math.isnan(apart) or apart > difference else difference  # NaN stays
-                    spread = max(spread, float((value - value.mean()).abs().max()))
+                    apart, spread = (outputs[name] - value).abs().max(), (value - value.mean()).abs().max()
+                    found.append((float(apart), float(spread)))
     finally:
         for each, training in zip(pair, modes, strict=True):
             each.train(training)
-    proof = Proof(lengths, difference, spread)
-    if not difference <= TOLERANCE * spread:  # a NaN too
+    worst = max(found, key=lambda pair: (math.isnan(pair[0]), pair[0] / max(pair[1], 1e-30), pair[1]))
+    proof = Proof(lengths, *worst)
+    if not 0 < proof.spread or not proof.difference <= TOLERANCE * proof.spread:  # a NaN too
         raise SwapVerificationError(
             f"the converted {type(native).__name__} does not compute what the swapped {type(model).__name__} does: "
             f"{proof}. Nothing was changed; keep the swapped model, and please report this."
@@ -357,11 +364,9 @@ def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Ten
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # of the length that it needs
         inputs = inputs | {"input_features": noise}
     given = {name: value.to(model.device) for name, value in inputs.items() if name in parameters}
-    out = model(**given)
-    outputs = {}
-    for name in _OUTPUTS:
-        value = getattr(out, name, None)
-        if value is not None:
-            whole = value.dim() == 3
-            outputs[name] = (value.cpu()[inputs["attention_mask"].bool()] if whole else value.cpu()).float()
+    mask, outputs = inputs["attention_mask"].bool(), {}
+    for name, value in model(**given, return_dict=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            by_token = value.dim() == 3 and value.shape[:2] == mask.shape or name in _OF_TOKENS
+            outputs[name] = (value.cpu()[mask] if by_token else value.cpu()).float()
     return outputs

@@ -17,6 +17,7 @@ from hf_posswap.checkpoints.run_artifacts import Results, RunArtifacts, find_run
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.inspect.describe import on_meta
+from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.atomic_io import scratch_folder, shown, write_text
 from hf_posswap.utils.format import human_bytes
 from hf_posswap.utils.hub_session import HubSession, hub_session
@@ -220,8 +221,10 @@ def _card_facts(
     """Return the facts of the card, given or from the model's run; and where they were found, as sentences."""
     looks, artifacts = given.recipe is None or given.results is None, RunArtifacts()
     if looks and isinstance(source, str | Path) and (Path(source) / "config.json").is_file():
-        patch = getattr(on_meta(str(source), trust_remote_code=trust_remote_code), "_posswap", None)
-        artifacts = find_run_artifacts(Path(source), None if patch is None else patch.plan)
+        skeleton = on_meta(str(source), trust_remote_code=trust_remote_code)
+        patch = getattr(skeleton, "_posswap", None)
+        plan = None if patch is None else patch.plan
+        artifacts = find_run_artifacts(Path(source), plan, training_of(skeleton.config))
     base = given.base_model or artifacts.base or getattr(getattr(source, "config", None), "name_or_path", None) or None
     results = artifacts.results if given.results is None else given.results
     facts = CardFacts(repo_id, base, given.license, given.recipe or artifacts.recipe, results, PICTURES)

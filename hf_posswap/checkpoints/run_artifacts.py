@@ -6,14 +6,15 @@ Results are read from a file or a folder, and become a table for people and meta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.patching.plan.swap_plan import SwapPlan
+from hf_posswap.patching.record.training import TrainingRecord
 from hf_posswap.utils.atomic_io import object_or_empty
 from hf_posswap.utils.format import interval_text, is_number, markdown_text, public_name
 from hf_posswap.utils.untrusted import read_bounded_json
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 RESULTS = "results.json"
 EVALUATION = "hf_posswap evaluation"
 """What results.json of `evaluate` and `compare` says of itself."""
-_OTHERS = ("base", "control")  # of a quickstart: shown with the model
+_CONTROLS = ("base", "control")
+"""Models of a comparison that a card shows beside its own."""
 REPORT = "report.json"
 """The report that a training writes into the folder of its run."""
-_CONTROLS = ("base", "control")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Results:
     """What an evaluation found.
 
     Attributes:
-        values: {metric: number}, or the results.json of a quickstart.
+        values: {metric: number}, or what `evaluate` and `compare` write to results.json.
         pictures: files that show it.
     """
 
@@ -46,10 +47,8 @@ class Results:
 def read_results(source: dict[str, object] | str | Path | None) -> Results:
     """Return the results in `source`: a dict, a JSON file, or a folder with a results.json and pictures.
 
-    What `compare` and `evaluate` write becomes what a quickstart writes: perplexities by length, by scheme.
-
     Raises:
-        CheckpointError: there is none, or it holds neither numbers nor what a quickstart writes.
+        CheckpointError: there is none, or it holds neither numbers nor what `evaluate` and `compare` write.
     """
     if source is None:
         return Results()
@@ -65,10 +64,8 @@ def read_results(source: dict[str, object] | str | Path | None) -> Results:
                 f"cannot read the results in {file}: {error}; give a JSON file, or a folder with a {RESULTS}."
             ) from error
         pictures = sorted(path.glob("*.png")) if path.is_dir() else []
-    if isinstance(values, dict) and values.get("kind") == EVALUATION:
-        with _refusing_damaged():
-            values = _by_scheme(values)
-    if not isinstance(values, dict) or not (_is_quickstart(values) or all(map(is_number, values.values()))):
+    is_evaluation = isinstance(values, dict) and values.get("kind") == EVALUATION
+    if not is_evaluation and not (isinstance(values, dict) and all(map(is_number, values.values()))):
         raise CheckpointError(
             "results must be {metric: finite number}, or what posswap quickstart, eval or compare write to "
             "results.json (the folder or the dict)."
@@ -76,40 +73,43 @@ def read_results(source: dict[str, object] | str | Path | None) -> Results:
     return Results(values, tuple(pictures))
 
 
-def _by_scheme(results: dict[str, Any]) -> dict[str, object]:
-    """Return the perplexities of an evaluation under the names of the schemes, the model they are held against as base.
+def _entry_of(results: Results, plan: SwapPlan | None, training: TrainingRecord | None) -> str:
+    """Return the label of a model in the results of an evaluation, by its swap and its training.
+
+    Args:
+        results: of several models.
+        plan: of its swap; None: it has none.
+        training: that its config records; None: none.
 
     Raises:
-        CheckpointError: it holds no perplexities.
+        CheckpointError: no entry is of this model, or several are.
     """
-    models: dict[str, object] = {}
-    for label, model in results["models"].items():
-        plan = model.get("plan")
-        other = _OTHERS[0] if label == results["base"] and label not in _OTHERS else label
-        name = plan["scheme"]["name"] if plan else other
-        cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
-        scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
-        rows = sorted([*scores, *cannot], key=lambda row: row["length"])
-        if rows:
-            verdict = _conclusion(model, results["base"]) or _nearness(model.get("vectors"), results["base"])
-            models.setdefault(name, {"lengths": rows, "verdict": verdict})
-    if not models:
-        raise CheckpointError(
-            "the results hold no perplexities (metric ppl_prefix, or mlm_pos of encoders), which a model card shows."
-        )
-    data = {"text": public_name(results["data"]["source"])}
-    return {"models": models, "lengths": results["lengths"], "data": data, "notes": results.get("notes", [])}
+    record = None if plan is None else json.loads(json.dumps(plan.record.to_dict())) | {"max_length": 0}
+    trained = None if training is None else str(training)
+    found = []
+    for label, model in results.values["models"].items():
+        measured = None if model["plan"] is None else model["plan"]["record"] | {"max_length": 0}
+        if measured == record and model.get("trained") == trained:
+            found.append(label)
+    if len(found) == 1:
+        return str(found[0])
+    swap = "no swap" if plan is None else f"the swap {plan.scheme.name}"
+    raise CheckpointError(
+        f"this model has {swap} and {f'was trained ({trained})' if trained else 'no recorded training'}, and of the "
+        f"models of the results ({', '.join(results.values['models'])}) {', '.join(found) or 'none'} "
+        f"{'have the same: give results that hold one of them' if found else 'has the same: give its own results'}."
+    )
 
 
-def _conclusion(model: dict[str, Any], base: str) -> str | None:
-    """Return the conclusion that the comparison wrote about a model, or the verdict in older results, or None."""
-    conclusion = model.get("conclusion")
-    if isinstance(conclusion, dict):
-        return " ".join(text for text in (conclusion["text"], conclusion["inside"]) if text)
-    loss = (model.get("short_reg") or {}).get("loss")
-    if not isinstance(loss, dict) or not is_number(loss.get("difference")) or "verdict" not in loss:
-        return None
-    return f"Inside the window, compared with {base}: {loss['difference']:+.3f} nats per token, {loss['verdict']}."
+def _lengths(results: Results, label: str) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the rows of perplexities of a model by length, those that it cannot read too, and its verdict."""
+    model, base = results.values["models"][label], results.values["base"]
+    cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
+    scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
+    said = model.get("conclusion") or {}
+    verdict = " ".join(said[name] for name in ("text", "inside") if said.get(name))
+    rows = sorted([*scores, *cannot], key=lambda row: row["length"])
+    return rows, verdict or _nearness(model.get("vectors"), base)
 
 
 def _nearness(rows: Any, base: str) -> str | None:
@@ -134,38 +134,49 @@ def _refusing_damaged() -> Iterator[None]:
         ) from error
 
 
-def _is_quickstart(values: Mapping[str, object]) -> bool:
-    return isinstance(values.get("models"), dict) and isinstance(values.get("lengths"), list)
-
-
 @_refusing_damaged()
-def evaluation(results: Results, scheme: str | None, task: str) -> tuple[str, list[EvalResult]]:
-    """Return the evaluation of the model with `scheme` (None: no swap), as Markdown and as metadata for `task`.
+def evaluation(
+    results: Results, plan: SwapPlan | None, training: TrainingRecord | None, task: str
+) -> tuple[str, list[EvalResult]]:
+    """Return the evaluation of one model, as Markdown and as metadata for `task`.
+
+    Args:
+        results: numbers, or those of several models.
+        plan: of the model's swap; None: it has none.
+        training: that its config records; None: none.
+        task: of the metadata.
 
     Raises:
-        CheckpointError: a quickstart's results hold no model with that scheme, or cannot be read.
+        CheckpointError: the results are not of this model, hold no perplexities, or cannot be read.
     """
-    if not results.values:
-        return "", []
-    if not _is_quickstart(results.values):
-        rows = [[name, f"{value:.6g}"] for name, value in results.values.items()]
-        return table(["metric", "value"], rows), [_entry(name, v, "custom", task) for name, v in results.values.items()]
-    models, name = results.values["models"], scheme or _OTHERS[0]
-    if name not in models:
+    if results.values.get("kind") != EVALUATION:
+        cells = [[name, f"{value:.6g}"] for name, value in results.values.items()]
+        entries = [_entry(name, value, "custom", task) for name, value in results.values.items()]
+        return (table(["metric", "value"], cells) if cells else ""), entries
+    mine, data = _entry_of(results, plan, training), public_name(results.values["data"]["source"])
+    rows, verdict = _lengths(results, mine)
+    if not rows:
         raise CheckpointError(
-            f"the results hold no model called {name!r}, only {', '.join(models)}: give the results of this model."
+            f"the results hold no perplexities of {mine} (metric ppl_prefix, or mlm_pos of encoders), which a model "
+            "card shows."
         )
-    shown = [name, *(other for other in _OTHERS if other in models and other != name)]
-    head = ["perplexity at", *(str(length) for length in results.values["lengths"])]
-    text = table(head, [[other, *map(_score, models[other]["lengths"])] for other in shown])
-    data = results.values.get("data", {}).get("text", "text")
+    perplexities = {f"perplexity at {row['length']} tokens": row.get("perplexity") for row in rows}
+    entries = [_entry(name, value, data, task) for name, value in perplexities.items() if value is not None]
+    notes = [f"> {markdown_text(each)}" for each in results.values.get("notes", [])]
     note = f"Text: {markdown_text(data)}. In brackets: 95 % interval over documents."
-    if verdict := models[name].get("verdict"):
-        text = f"{markdown_text(verdict)}\n\n{text}"
-    note = "\n\n".join([note, *(f"> {markdown_text(each)}" for each in results.values.get("notes", []))])
-    scores = [row for row in models[name]["lengths"] if "cannot_run" not in row]
-    entries = [_entry(f"perplexity at {row['length']} tokens", row["perplexity"], data, task) for row in scores]
-    return f"{text}\n\n{note}", entries
+    texts = [markdown_text(verdict or ""), _beside_controls(results, mine, plan), note, *notes]
+    return "\n\n".join(text for text in texts if text), entries
+
+
+def _beside_controls(results: Results, mine: str, plan: SwapPlan | None) -> str:
+    """Return the table of the perplexities of a model, by its label, beside those of the base and the control."""
+    base, labels = results.values["base"], [label for label in results.values["models"] if label != mine]
+    names = {mine: "base" if mine == base else mine if mine in _CONTROLS else "unswapped"}
+    if plan is not None:
+        names = {mine: plan.scheme.name}
+    names |= {label: "base" if label == base else label for label in labels if label == base or label in _CONTROLS}
+    head = ["perplexity at", *map(str, results.values["lengths"])]
+    return table(head, [[name, *map(_score, _lengths(results, label)[0])] for label, name in names.items()])
 
 
 def _score(row: dict[str, object]) -> str:
@@ -211,16 +222,17 @@ class RunArtifacts:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-def find_run_artifacts(folder: Path, plan: SwapPlan | None) -> RunArtifacts:
+def find_run_artifacts(folder: Path, plan: SwapPlan | None, training: TrainingRecord | None) -> RunArtifacts:
     """Return the report and results in the folders around the saved model in `folder`.
 
     The report is that of the run whose model this is. Results are looked for in `results`, in the folder of the run and
-    in the one around it, and in a quickstart's folder; they count where they are of a model with this swap and this
-    training. Files that cannot be read, or belong to other models, are ignored.
+    in the one around it; they count where one model of them has this swap and this training. Files that cannot be read,
+    or belong to other models, are ignored.
 
     Args:
         folder: of the model.
         plan: of its swap, as `explain` has it; None: it has none.
+        training: that its config records; None: none.
     """
     folders = list(folder.resolve().parents[:3])
     run_folder, report = _report_of(folder.resolve(), folders)
@@ -229,7 +241,7 @@ def find_run_artifacts(folder: Path, plan: SwapPlan | None) -> RunArtifacts:
     sources = {"recipe": f"The recipe on the card is that of {run_folder / REPORT}."} if run_folder and recipe else {}
     losses = report["nll"].items() if isinstance(report.get("nll"), dict) else ()
     measured = {f"nll_{length}": loss for length, loss in losses if isinstance(loss, int | float)}
-    results, path = _results_of(folder.resolve(), plan, folders)
+    results, path = _results_of(plan, training, folders)
     if path is not None:
         sources["results"] = f"The results on the card are those of {path}."
     elif run_folder and measured:
@@ -247,37 +259,15 @@ def _report_of(folder: Path, folders: list[Path]) -> tuple[Path | None, dict[str
     return None, {}
 
 
-def _results_of(folder: Path, plan: SwapPlan | None, folders: list[Path]) -> tuple[Results, Path | None]:
-    candidates = [parent / "results" for parent in folders[:2]] + [parent for parent in folders[:2]]
-    for candidate in candidates:
-        mine = _only_of(object_or_empty(candidate / RESULTS), folder, plan)
-        if mine is None:
+def _results_of(
+    plan: SwapPlan | None, training: TrainingRecord | None, folders: list[Path]
+) -> tuple[Results, Path | None]:
+    for candidate in [*(parent / "results" for parent in folders[:2]), *folders[:2]]:
+        values = object_or_empty(candidate / RESULTS)
+        if values.get("kind") != EVALUATION:
             continue
-        try:
-            results = read_results(mine)
-        except CheckpointError:
-            continue
-        return Results(results.values, tuple(sorted(candidate.glob("*.png")))), candidate / RESULTS
+        results = Results(values, tuple(sorted(candidate.glob("*.png"))))
+        with suppress(CheckpointError):
+            evaluation(results, plan, training, "other")
+            return results, candidate / RESULTS
     return Results(), None
-
-
-def _only_of(values: dict[str, object], folder: Path, plan: SwapPlan | None) -> dict[str, object] | None:
-    """Return the results of this model and its baselines; None: they are of other models."""
-    models = values.get("models")
-    if plan is None or not isinstance(models, dict):
-        return None
-    if values.get("kind") != EVALUATION:
-        return values if folder.parent.name == "models" and folder.name == plan.scheme.name in models else None
-    record = json.loads(json.dumps(plan.record.to_dict()))
-    plans = {label: model.get("plan") for label, model in models.items() if isinstance(model, dict)}
-    mine = [  # of the same swap, and the same training, if any
-        label
-        for label, recorded in plans.items()
-        if isinstance(recorded, dict)
-        and recorded.get("record") == record
-        and recorded.get("adaptation") == plan.adaptation
-    ]
-    if not mine:
-        return None
-    keep = {*mine[:1], *_CONTROLS, values.get("base")}
-    return {**values, "models": {label: model for label, model in models.items() if label in keep}}

@@ -18,16 +18,21 @@ import hf_posswap
 from hf_posswap.checkpoints.card import CardFacts, write_card
 from hf_posswap.checkpoints.run_artifacts import Results, read_results
 from hf_posswap.errors import CheckpointError, PluginWarning
+from hf_posswap.patching.record.training import TrainingRecord, training_of
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.utils.user_paths import import_module
 from tests.contract.models import build
 
 REPO = "me/swapped-model"
+TRAINED = TrainingRecord(
+    base="base", base_weights=None, recipe="control", objective="next-token", what="all", steps=2, tokens=64, data=None,
+    held_out={}, swap=None,
+).to_dict()  # fmt: skip
 
 
 def saved(folder: Path, scheme: str | None = "rope", model: Any = None) -> Path:
-    model = model or GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16))
+    model = model or gpt2()
     if scheme is not None:
         hf_posswap.patch_model(model, scheme, max_length=64)
     return hf_posswap.save(model, folder)
@@ -133,27 +138,76 @@ def test_a_base_card_that_cannot_be_had_warns(tmp_path: Path) -> None:
     assert ModelCard(text).data.base_model == "someone/missing"
 
 
-def quickstart(folder: Path, names: tuple[str, ...] = ("base", "control", "rope")) -> Path:
-    rows = [{"length": 16, "perplexity": 9.5, "low": 9.0, "high": 10.0}, {"length": 64, "cannot_run": "ends at 16"}]
-    models = {name: {"lengths": rows} for name in names}
-    if "rope" in models:
-        models["rope"] = {"lengths": [rows[0] | {"perplexity": 8.25}, rows[0] | {"length": 64, "perplexity": 7.125}]}
+ROW = {"length": 16, "perplexity": 9.5, "low": 9.0, "high": 10.0}
+
+
+def gpt2(**values: Any) -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=16, **values))
+
+
+def measured(folder: Path, schemes: dict[str, str | None]) -> Path:
+    """Write results of models with these schemes: the n-th has a perplexity of 8 + n at 16 tokens."""
+    models: dict[str, Any] = {}
+    for number, (label, scheme) in enumerate(schemes.items()):
+        plan = None if scheme is None else hf_posswap.plan_swap(gpt2(), scheme, max_length=32).to_dict()
+        trained = None if label != "control" else str(training_of(gpt2(posswap_training=TRAINED).config))
+        rows = [ROW | {"perplexity": 8.0 + number}]
+        cannot = {"64": "ends at 16"} if scheme is None else {}
+        entry = {"plan": plan, "trained": trained, "ppl_prefix": rows, "cannot_run": cannot, "conclusion": None}
+        models[label] = entry
+    base = next(iter(schemes))
+    values = {"kind": "hf_posswap evaluation", "base": base, "lengths": [16, 64], "data": {"source": "docs"}}
     folder.mkdir()
-    (folder / "results.json").write_text(json.dumps({"models": models, "lengths": [16, 64], "data": {"text": "docs"}}))
+    (folder / "results.json").write_text(json.dumps(values | {"models": models}))
     (folder / "perplexity-by-length.png").write_bytes(b"png")
     return folder
 
 
-def test_a_quickstarts_results_become_a_table_pictures_and_metadata(tmp_path: Path) -> None:
-    results = read_results(quickstart(tmp_path / "results"))
-    found = card(saved(tmp_path / "a"), results=results)
-    metrics = {entry.metric_name: entry.metric_value for entry in found.data.eval_results}
-    assert metrics == {"perplexity at 16 tokens": 8.25, "perplexity at 64 tokens": 7.125}
-    assert "| rope | 8.250 (9.000 to 10.000) | 7.125 (9.000 to 10.000) |" in found.text
-    assert "| control | 9.500 (9.000 to 10.000) | cannot run |" in found.text
+def values_of(found: ModelCard) -> dict[str, float]:
+    return {entry.metric_name: entry.metric_value for entry in found.data.eval_results}
+
+
+def test_results_become_a_table_pictures_and_metadata(tmp_path: Path) -> None:
+    results = measured(tmp_path / "results", {"gpt2": None, "control": None, "gpt2+rope": "rope"})
+    found = card(saved(tmp_path / "a"), results=read_results(results))
+    assert values_of(found) == {"perplexity at 16 tokens": 10.0}
+    assert "| rope | 10.000 (9.000 to 10.000) |" in found.text
+    assert "| base | 8.000 (9.000 to 10.000) | cannot run |" in found.text
+    assert "| control | 9.000 (9.000 to 10.000) | cannot run |" in found.text
     assert "](pictures/perplexity-by-length.png)" in found.text
-    pushed = hf_posswap.push(tmp_path / "a", REPO, dry_run=True, results=tmp_path / "results")
+    pushed = hf_posswap.push(tmp_path / "a", REPO, dry_run=True, results=results)
     assert pushed.files["pictures/perplexity-by-length.png"] == 3
+
+
+def test_each_model_of_a_comparison_gets_its_own_numbers(tmp_path: Path) -> None:
+    """They were found by the name of the scheme, the first one's for both; and a control got those of the base."""
+    schemes = {
+        "gpt2": None,
+        "control": None,
+        "bad": "rope",
+        "good": "rope:partial=0.5",
+        "same": "alibi",
+        "too": "alibi",
+    }
+    results = measured(tmp_path / "results", schemes)
+    control = saved(tmp_path / "control", None, gpt2(posswap_training=TRAINED))
+    folders = [
+        saved(tmp_path / "base", None),
+        control,
+        saved(tmp_path / "bad"),
+        saved(tmp_path / "good", schemes["good"]),
+    ]
+    for perplexity, folder in enumerate(folders, 8):
+        report = hf_posswap.push(folder, REPO, dry_run=True, results=results)
+        assert report.card is not None
+        assert values_of(ModelCard(report.card)) == {"perplexity at 16 tokens": perplexity}
+    names = [line.split("|")[1].strip() for line in ModelCard(report.card).text.splitlines() if "cannot run" in line]
+    assert names == ["base", "control"]
+    with pytest.raises(CheckpointError, match="swap alibi .* same, too have the same: give results that hold one"):
+        hf_posswap.push(saved(tmp_path / "alibi", "alibi"), REPO, dry_run=True, results=results)
+    trained = saved(tmp_path / "trained", "rope", gpt2(posswap_training=TRAINED))
+    with pytest.raises(CheckpointError, match=r"the swap rope and was trained \(.*\), and of .* none has the same"):
+        hf_posswap.push(trained, REPO, dry_run=True, results=results)
 
 
 def test_the_results_of_a_comparison_become_the_same(tmp_path: Path) -> None:
@@ -172,14 +226,18 @@ def test_the_results_of_a_comparison_become_the_same(tmp_path: Path) -> None:
     assert verdict.startswith("No verdict: 2 documents are too few")
     assert written.text.index(verdict) < written.text.index("| base |")  # first of all
     assert f"> {found.results['notes'][0]}" in written.text
-    (out / "results.json").write_text(json.dumps(found.results | {"models": {}}))
-    with pytest.raises(CheckpointError, match=r"hold no perplexities \(metric ppl_prefix, or mlm_pos of encoders\)"):
-        read_results(out)
+    for model in found.results["models"].values():
+        del model["ppl_prefix"]
+        model["cannot_run"] = {}
+    (out / "results.json").write_text(json.dumps(found.results))
+    with pytest.raises(CheckpointError, match=r"hold no perplexities of .*rope \(metric ppl_prefix, or mlm_pos of enc"):
+        card(folder, results=read_results(out))
 
 
 def test_results_of_other_models_are_refused(tmp_path: Path) -> None:
-    results = read_results(quickstart(tmp_path / "results", ("base", "alibi")))
-    with pytest.raises(CheckpointError, match="hold no model called 'rope', only base, alibi: give the results of"):
+    results = read_results(measured(tmp_path / "results", {"base": None, "alibi": "alibi"}))
+    says = r"swap rope and no recorded training, and of the models of the results \(base, alibi\) none has the same"
+    with pytest.raises(CheckpointError, match=says):
         card(saved(tmp_path / "a"), results=results)
 
 
@@ -250,12 +308,10 @@ def test_a_model_that_was_loaded_knows_its_base(tmp_path: Path) -> None:
     assert "nothing was sent" in str(report)
 
 
-ROW = {"length": 8, "perplexity": 3.0, "low": 2.9, "high": 3.1}
-QUICKSTART: dict[str, Any] = {"models": {"base": {"lengths": [ROW]}, "rope": {"lengths": []}}, "lengths": [8]}
 EVALUATED: dict[str, Any] = {
     "kind": "hf_posswap evaluation",
     "base": "base",
-    "lengths": [8],
+    "lengths": [16],
     "data": {"source": "/place/of/me/texts"},
     "models": {"base": {"plan": None, "cannot_run": {}, "ppl_prefix": [ROW]}},
 }
@@ -271,9 +327,8 @@ EVALUATED: dict[str, Any] = {
         EVALUATED | {"models": {"base": {"plan": None, "cannot_run": {"x": "y"}, "ppl_prefix": []}}},
         EVALUATED | {"data": {}},
         EVALUATED | {"data": {"source": None}},
-        QUICKSTART | {"models": {"base": {}, "rope": 1}},
-        QUICKSTART | {"models": {"base": {"lengths": [{"length": 8, "perplexity": "3"}]}}},
-        QUICKSTART | {"data": 1},
+        EVALUATED
+        | {"models": {"base": {"plan": None, "cannot_run": {}, "ppl_prefix": [{"length": 8, "perplexity": "3"}]}}},
     ],
 )
 def test_edited_results_are_refused_clearly(tmp_path: Path, results: dict[str, Any]) -> None:

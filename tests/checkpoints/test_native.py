@@ -390,6 +390,23 @@ def test_the_proof_notices_small_differences(causal: bool) -> None:
         prove_equal(model, other, (3,), causal=causal)
 
 
+def test_the_proof_compares_what_a_head_for_questions_gives() -> None:
+    """Its outputs have names of their own: nothing was compared, and two random models counted as equal."""
+    from transformers import LlamaForQuestionAnswering
+
+    config = tiny_model("llama", meta=False).config
+    model, other = (LlamaForQuestionAnswering(config) for _ in range(2))
+    with pytest.raises(SwapVerificationError, match=r"does not compute what the swapped .* does: outputs differ by"):
+        prove_equal(model, other, (3, 40), causal=True)
+    converted = convert(hf_posswap.patch_model(model, "yarn", factor=2.0))
+    assert converted.proof.difference < CLOSE
+    assert converted.proof.spread > 0
+    with pytest.raises(
+        SwapVerificationError, match="gives start_logits, end_logits, and the converted LlamaModel last"
+    ):
+        prove_equal(model, model.base_model, (3,), causal=True)
+
+
 def test_the_command_writes_a_stock_checkpoint(tmp_path: Path) -> None:
     model = swapped("gpt2 rope")
     hf_posswap.save(model, tmp_path / "in")

@@ -26,7 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_posswap import patched
+from hf_posswap import patched, plan_swap
 from hf_posswap.checkpoints.run_artifacts import evaluation, read_results
 from hf_posswap.comparison import Candidate, EvalSettings, compare, evaluate
 from hf_posswap.comparison.report import render_html
@@ -195,7 +195,8 @@ def test_the_curves_of_an_encoder_are_in_their_file(tmp_path: Path) -> None:
 def test_the_card_of_an_encoder_has_its_perplexities_and_how_near_it_is() -> None:
     settings = EvalSettings(lengths=(32, 128), metrics=("mlm_pos", "vectors"))
     found = evaluate(bert(), "alibi", documents=TEXTS, tokenizer=TOKENIZER, settings=settings).results
-    text, entries = evaluation(read_results(found), "alibi", "fill-mask")
+    plan = plan_swap(bert(), "alibi")
+    text, entries = evaluation(read_results(found), plan, None, "fill-mask")
     model = found["models"]["BertForMaskedLM+alibi"]
     assert [entry.metric_value for entry in entries] == [row["perplexity"] for row in model["mlm_pos"]["lengths"]]
     assert all(f"{row['cosine']:.3f} at {row['length']} tokens" in text for row in model["vectors"])

@@ -310,10 +310,9 @@ def _splitting(recipe: Recipe, scheme: Scheme | None, launch: Launch) -> str | N
     shards = launch.context * launch.ulysses
     parallelism = "context parallelism" if launch.context > 1 else "Ulysses sequence parallelism"
     if scheme is not None and not scheme.traits.shardable:
-        is_dynamic = getattr(scheme, "length_dependent", False)
         reason = (
             "its angles depend on the length that a process sees, which differs between processes"
-            if is_dynamic
+            if getattr(scheme, "length_dependent", False)
             else "accelerate's hook drops the mask that holds the bias, and a shard would need all of it"
         )
         return (
@@ -326,7 +325,7 @@ def _splitting(recipe: Recipe, scheme: Scheme | None, launch: Launch) -> str | N
             f"data.packing documents cannot be trained under {parallelism}: the mask between documents would be "
             "dropped."
         )
-    if recipe.objective.kind not in ("next-token",):
+    if recipe.objective.kind != "next-token":
         return f"objective.kind {recipe.objective.kind} cannot be trained under {parallelism}: only next-token can."
     if recipe.objective.chunk:
         return f"objective.chunk must be 0 under {parallelism}: labels are shifted before the sequence is split."
