@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posswap.checkpoints.adapters import ADAPTER_CONFIG
 from hf_posswap.checkpoints.card import CardFacts, is_saved_readme, write_card
 from hf_posswap.checkpoints.hub import Commit, checked_repo_id, hub_errors
 from hf_posswap.checkpoints.manifest import CARD, MANIFEST
@@ -17,6 +18,7 @@ from hf_posswap.checkpoints.run_artifacts import Results, RunArtifacts, find_run
 from hf_posswap.checkpoints.save import save
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.inspect.describe import on_meta
+from hf_posswap.patching.record.adapter_marks import SIDECAR
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.atomic_io import scratch_folder, shown, write_text
 from hf_posswap.utils.format import human_bytes
@@ -29,10 +31,16 @@ if TYPE_CHECKING:
 
 LEFT_OUT = (
     ".*", "*/.*", "__pycache__/*", "*/__pycache__/*", "checkpoint-*/*", "optimizer.*", "scheduler.*", "scaler.*",
-    "rng_state*", "trainer_state.json", "training_args.bin", MANIFEST,
+    "rng_state*", "trainer_state.json", "training_args.bin", "runs/*",  # of the Trainer
+    "optimizer_[0-9]*", "pytorch_model_fsdp*", "random_states_*", "sampler*.bin", "custom_checkpoint_*",  # accelerate's
+    "global_step*/*", "zero_to_fp32.py", "latest",  # DeepSpeed's
+    "posswap-checkpoint.json", MANIFEST,
 )  # fmt: skip
-"""Patterns of files that no reader of a model needs: hidden ones, a trainer's state, and what a save wrote where."""
-_OURS = ("model*.safetensors", "model*.safetensors.index.json", "modeling_posswap.py", "posswap_*.py", MANIFEST)
+"""Patterns of files that no reader of a model needs: hidden ones, states and logs of trainers, what a save wrote."""
+_SHARD = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors"
+_WEIGHTS = ("model.safetensors", _SHARD, "model.safetensors.index.json")
+_OF_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin", SIDECAR)
+_CODE = ("modeling_posswap.py", "posswap_*.py", MANIFEST)
 PICTURES = "pictures"
 """Folder of the repository where the pictures of the card lie."""
 
@@ -113,13 +121,13 @@ def push(
     """Push a model or a saved checkpoint to the Hub in one commit, with a model card, and return what went there.
 
     A push that fails can be repeated; where no clear answer came to the commit, the Hub is asked what is there, and
-    where it is, the push has succeeded. A Hub that is busy or fails is tried again as it asks, four times. Shards and
-    bundled code of an earlier push that the new one no longer has are deleted in the same commit; other files in the
-    repository stay.
+    where it is, the push has succeeded. A Hub that is busy or fails is tried again as it asks, four times. Weights and
+    bundled code of an earlier push that the new one no longer has are deleted in the same commit, and an adapter where
+    a whole model comes; other files in the repository stay.
 
     Args:
-        source: a model, or a folder that `save` or `save_pretrained` wrote. Of a folder, hidden files and a trainer's
-            state stay behind.
+        source: a model, or a folder that `save` or `save_pretrained` wrote. Of a folder, hidden files and what
+            trainers keep to resume or log stay behind.
         repo_id: "owner/name"; made where it is missing.
         tokenizer: pushed with a model; a folder has its own.
         private: whether a new repository is private, and an existing public one refused; False: the default of its
@@ -194,11 +202,17 @@ def files_to_push(folder: Path) -> dict[str, Path]:
 def stale_files(there: Iterable[str], coming: Iterable[str]) -> list[str]:
     """Return the files of an earlier push that would contradict the one that comes: its shards, its bundled code.
 
+    Where a whole model comes, an adapter too: with it the repository would be read as one. An adapter that comes leaves
+    the weights of a whole model.
+
     Example:
         >>> stale_files(["model-00001-of-00002.safetensors", "mine.txt"], ["model.safetensors"])
         ['model-00001-of-00002.safetensors']
     """
-    return sorted(name for name in set(there) - set(coming) if "/" not in name and _matches(name, _OURS))
+    coming = set(coming)
+    whole = any(_matches(name, _WEIGHTS) for name in coming)
+    patterns = (*_CODE, *_WEIGHTS, *_OF_ADAPTERS) if whole else _CODE
+    return sorted(name for name in set(there) - coming if "/" not in name and _matches(name, patterns))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -239,7 +253,7 @@ def _check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         CheckpointError: it is not a checkpoint, or a tokenizer was given with it.
     """
     try:
-        named = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        named = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     except OSError:  # a name that is too long
         named = False
     if not named or not any(folder.glob("*.safetensors")):

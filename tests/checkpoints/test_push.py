@@ -325,14 +325,32 @@ def test_what_is_no_part_of_a_model_stays_behind(tmp_path: Path) -> None:
         "checkpoint-5/model.safetensors",
         "training_args.bin",
         "posswap_files.json",
+        "posswap-checkpoint.json",
+        "runs/Nov30_10-00-00_the-name-of-my-machine/events.out.tfevents.1.x",
+        "rng_state_0.pth",
+        "global_step500/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "latest",
+        "zero_to_fp32.py",
+        "optimizer_0/__0_0.distcp",
+        "pytorch_model_fsdp_0/__0_0.distcp",
+        "random_states_0.pkl",
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for name in ("config.json", "tokenizer.json", "pictures/a.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert list(files_to_push(tmp_path)) == ["config.json", "pictures/a.png", "tokenizer.json"]
     assert stale_files(["sub/model.safetensors", "posswap_x.py", "mine.py", "config.json"], []) == ["posswap_x.py"]
+
+
+def test_a_users_own_weights_stay_and_an_adapter_goes_where_a_whole_model_comes() -> None:
+    theirs = ["model.fp16.safetensors", "model-int8.safetensors", "model.fp16-00001-of-00002.safetensors", "mine.bin"]
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    adapter = ["adapter_config.json", "adapter_model.safetensors", "posswap.json"]
+    there = [*theirs, *weights, *adapter]
+    assert stale_files(there, ["config.json", "model.safetensors"]) == sorted([*weights, *adapter])
+    assert stale_files(["config.json", *theirs, *weights], adapter) == []
 
 
 @pytest.fixture
