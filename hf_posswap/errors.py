@@ -50,8 +50,8 @@ class SchemeError(PosswapError, ValueError):
     """A scheme's parameter is impossible, alone or for this model."""
 
 
-class OptionError(PosswapError, TypeError):
-    """An option that the scheme or the function does not have."""
+class OptionError(PosswapError, TypeError, ValueError):
+    """An option that the scheme or the function does not have, or a value that it does not take."""
 
 
 class UnsupportedModelError(PosswapError, ValueError):

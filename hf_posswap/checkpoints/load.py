@@ -320,7 +320,7 @@ def load_adapter(
     model: PreTrainedModel,
     source: str | Path,
     *,
-    trainable: bool = False,
+    is_trainable: bool = False,
     trust_unrecorded: bool = False,
     **hub: object,
 ) -> PeftModel:
@@ -329,7 +329,7 @@ def load_adapter(
     Args:
         model: a transformers model, swapped as the adapter's base was.
         source: a folder or a Hub id.
-        trainable: make the adapter trainable.
+        is_trainable: make the adapter trainable.
         trust_unrecorded: take an adapter without a sidecar as one that was trained with the swap of `model`.
         hub: cache_dir, local_files_only, revision, subfolder, token, ... for a Hub id.
 
@@ -357,7 +357,7 @@ def load_adapter(
     if adapter is None:
         raise CheckpointError(f"{str(source)!r} holds no adapter ({ADAPTER_CONFIG}).")
     _refuse_other(unwrap(model), adapter, str(source), trust_unrecorded)
-    return _with_adapter(model, source, trainable, hub)
+    return _with_adapter(model, source, is_trainable, hub)
 
 
 def _load_with_base(source: str | Path, adapter: AdapterSource, **kwargs: Any) -> Any:

@@ -108,7 +108,7 @@ def push(
     private: bool = False,
     revision: str | None = None,
     token: str | None = None,
-    message: str | None = None,
+    commit_message: str | None = None,
     timeout: float | None = None,
     dry_run: bool = False,
     card: bool = True,
@@ -134,7 +134,7 @@ def push(
             owner, which is public unless an organisation says otherwise.
         revision: branch to commit to, made from main where it is missing; None: main.
         token: of the Hub; None: the one of `hf auth login` or HF_TOKEN.
-        message: of the commit.
+        commit_message: of the commit.
         timeout: seconds that all of the sending may take; None: as long as the Hub answers each request within two
             minutes.
         dry_run: send nothing, only return what would go.
@@ -190,7 +190,7 @@ def push(
         if dry_run:
             return report
         with hub_errors(repo_id):
-            return _commit(report, files, session, private, token, message or "Push by hf_posswap")
+            return _commit(report, files, session, private, token, commit_message or "Push by hf_posswap")
 
 
 def files_to_push(folder: Path) -> dict[str, Path]:

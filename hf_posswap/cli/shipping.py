@@ -445,7 +445,7 @@ def push(
             dry_run=dry_run,
             private=private,
             revision=revision,
-            message=message,
+            commit_message=message,
             timeout=timeout,
             base_model=base_model,
             license=license,

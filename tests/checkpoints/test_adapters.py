@@ -160,7 +160,7 @@ def test_another_mechanism_is_refused_by_name(tmp_path: Path) -> None:
         load_adapter(other, tmp_path / "adapter")
     right = hf_posswap.load(tmp_path / "base")
     patch_model(right, "rope")  # for another length: the same mechanism
-    assert isinstance(load_adapter(right, tmp_path / "adapter", trainable=True), peft.PeftModel)
+    assert isinstance(load_adapter(right, tmp_path / "adapter", is_trainable=True), peft.PeftModel)
 
 
 def test_the_length_is_part_of_a_table(tmp_path: Path) -> None:

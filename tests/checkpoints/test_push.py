@@ -100,7 +100,7 @@ def speaker(world: tuple[Hub, Client]) -> Client:
 def test_pushed_twice_and_pulled_without_the_package(hub: Hub, speaker: Client, tmp_path: Path) -> None:
     numbers = speaker.do("save", folder=str(tmp_path / "saved"), scheme="rope")
     first = speaker.do("push", repo_id=REPO, folder=str(tmp_path / "saved"))
-    second = speaker.do("push", repo_id=REPO, folder=str(tmp_path / "saved"), message="again")
+    second = speaker.do("push", repo_id=REPO, folder=str(tmp_path / "saved"), commit_message="again")
     assert "put" in hub.kinds()  # the weights went by LFS, the rest in the commit
     assert set(hub.files(REPO)) == set(first["files"]) == set(second["files"])
     assert {name: len(content) for name, content in hub.files(REPO).items()} == second["files"]
