@@ -126,6 +126,13 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def _unknown(model_type: str | None, families: list[Family]) -> str:
     """Return a message in three lines: no family describes the model type, similar names, what to do."""
+    for family in families:
+        if family.name == model_type:  # and its rule refuses the config
+            return (
+                f"of model type {model_type!r} only this is supported: {family.summary}.\nThis config is of another "
+                f"variant, such as one with rotary positions.\nWhat works: `posswap families {model_type}` shows what "
+                "the family describes; page Extending, 'How to add a family'."
+            )
     by_rule = {model_type for family in families for model_type in family.attention_proved or ()}  # such as llama
     known = by_rule.union(*((family.name, *family.model_types) for family in families))
     near = difflib.get_close_matches(str(model_type or ""), sorted(known), n=3)

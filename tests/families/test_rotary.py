@@ -213,10 +213,84 @@ def test_multimodal_rope_keeps_its_sections() -> None:
     assert {key: now[key] for key in kept} == kept
 
 
+SEES: dict[str, Any] = {
+    "text_config": {
+        **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64},
+        **{"layer_types": ["full_attention"] * 2, "initializer_range": 0.1},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        | {"mrope_section": [2, 3, 3], "mrope_interleaved": True},
+    },
+    "vision_config": {
+        **{"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 4},
+        **{"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16},
+    },
+    **{"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93},
+}
+
+
+def seeing(scheme: str | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(**SEES)).eval()
+    return model if scheme is None else patch_model(model, scheme, max_length=128, **options)
+
+
+@pytest.fixture
+def image() -> dict[str, Any]:
+    ids = torch.tensor([[5, 6, 7, 8, 91, *[90] * 6, 92, *range(10, 19)]])
+    pixels = torch.randn(24, 96, generator=torch.Generator().manual_seed(5))
+    grid = torch.tensor([[1, 4, 6]])
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == 90).long()}
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "native + alibi", "nope"])
+def test_a_bias_goes_by_the_place_of_image_tokens_whose_rotation_has_three_axes(
+    scheme: str, image: dict[str, Any]
+) -> None:
+    """The three rows of positions were taken for rows of the batch."""
+    model: Any = seeing(scheme)
+    whole = model(**image).logits
+    rows = model.model.get_rope_index(image["input_ids"], image["mm_token_type_ids"], image["image_grid_thw"])[0]
+    places = torch.arange(image["input_ids"].shape[1])[None, None]
+    for position_ids in (rows, torch.cat((places, rows))):
+        assert torch.equal(model(**image, position_ids=position_ids).logits, whole)
+    generated = model.generate(
+        **image, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    ids = generated.sequences[:, :-1]
+    again = model(**{**image, "input_ids": ids, "mm_token_type_ids": (ids == 90).long()}).logits
+    torch.testing.assert_close(torch.stack(generated.logits, dim=1), again[:, -4:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["self_extend:window=40,group=8", "rerope:window=60", "dual_chunk", "xpos"])
+def test_a_rotation_by_one_position_refuses_images_and_is_exact_for_text(scheme: str, image: dict[str, Any]) -> None:
+    """In a generation image tokens were rotated by their place, silently, and a forward ended within torch."""
+    model = seeing(scheme)
+    assert any("For text alone" in note for note in swap_plan(model).notes)
+    for call in (model, lambda **given: model.generate(**given, max_new_tokens=2, do_sample=False)):
+        with pytest.raises(UnsupportedSwapError, match="was given images or videos, whose tokens have three positions"):
+            call(**image)
+    ids = image["input_ids"][:, 12:]
+    expected = model(input_ids=ids).logits
+    rows = torch.arange(ids.shape[1])[None, None]
+    for axes in (3, 4):
+        assert torch.equal(model(input_ids=ids, position_ids=rows.expand(axes, 1, -1)).logits, expected)
+    if not scheme.startswith("xpos"):  # within its window it is the stock rotation
+        torch.testing.assert_close(expected, seeing()(input_ids=ids).logits, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "blt", "mamba"])
 def test_a_refused_model_type_says_why(model_type: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is not supported: {REFUSED[model_type][:20]}"):
         plan_swap(tiny_model(model_type), "rope")
+
+
+def test_a_variant_that_a_family_does_not_describe_is_named() -> None:
+    """The refusal of a rotary ESM said that no family describes 'esm', and that 'esm' is a near name."""
+    with pytest.raises(
+        UnsupportedModelError, match=r"'esm' only this is supported: ESM-1: .*\n.*variant, such as one w"
+    ):
+        plan_swap(tiny_model("esm", position_embedding_type="rotary"), "rope")
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gemma3", "t5gemma", "modernbert", "qwen2_audio"])

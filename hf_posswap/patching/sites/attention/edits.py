@@ -41,6 +41,7 @@ from hf_posswap.patching.sites.attention.positions import (
     counted,
     find_span,
     looks_packed,
+    on_one_axis,
     paged_span,
 )
 from hf_posswap.schemes.base import Scheme
@@ -239,6 +240,9 @@ class StartHook:
         else:  # the model's code does not check, and would let all tokens share a single one
             check_fits(position_ids, given, heard=takes)
         may_be_packed = by_caller and self.masks_by_index is not False
+        if by_caller and position_ids is not None and position_ids.dim() == 3:
+            may_be_packed = may_be_packed and len(position_ids) == 4
+            position_ids = on_one_axis(position_ids, turns=self.carried().turns, name=type(module).__name__)
         packed = may_be_packed and position_ids is not None and looks_packed(position_ids, given)
         if packed and self.masks_by_index:
             raise UnsupportedSwapError(SEE_EACH_OTHER.format(name=type(module).__name__))

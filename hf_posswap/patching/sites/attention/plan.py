@@ -58,6 +58,12 @@ def plan_attention(context: SwapContext) -> PlanDraft:
     return draft if keeps_rows else draft + _remove_rows(context, native=False)
 
 
+_TEXT_ALONE = (
+    "For text alone: the scheme rotates queries and keys by one position, and tokens of images and videos have three "
+    "here (M-RoPE). A forward with them is refused."
+)
+
+
 def plan_longer_masks(context: SwapContext, planned: list[Edit]) -> PlanDraft:
     """Return attention classes with the interface where a model's own causal mask ends at the original length."""
     traits = context.stack.spec.traits
@@ -107,7 +113,10 @@ def _mechanism(context: SwapContext) -> PlanDraft:
             )
         )
     added = {f"{path}.{name}": parameter.numel() for name, parameter in mechanism.named_parameters()}
-    return PlanDraft(edits=edits, added=added)
+    has_axes = any(hasattr(context.model.get_submodule(rotary), "mrope_section") for rotary in stack.rotary)
+    sees = has_axes and "pixel_values" in forward_parameters(type(context.model))
+    notes = [_TEXT_ALONE] if sees and mechanism.turns else []
+    return PlanDraft(edits=edits, added=added, notes=notes)
 
 
 def _native_table(context: SwapContext, path: str) -> str | None:

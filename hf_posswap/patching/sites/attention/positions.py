@@ -266,6 +266,36 @@ def check_fits(position_ids: Tensor, given: dict[str, object], *, heard: bool) -
     )
 
 
+def on_one_axis(position_ids: Tensor, *, turns: bool, name: str) -> Tensor | None:
+    """Return the positions [B, Q] of tokens whose ids tell time, height and width; None: every token follows the last.
+
+    A bias goes by the place of a token in the sequence, which the first of four rows holds. A rotation goes by the one
+    number that the three axes of a text token share.
+
+    Args:
+        position_ids: of M-RoPE, [3, B, Q], or [4, B, Q] with the places first.
+        turns: whether the scheme rotates queries and keys.
+        name: of the class that they were given to.
+
+    Raises:
+        UnsupportedSwapError: the scheme rotates, and a token, of an image, has different numbers.
+    """
+    if not turns:
+        return position_ids[0] if len(position_ids) == 4 else None
+    axes = position_ids[-3:]
+    refusal = (
+        f"{name} was given images or videos, whose tokens have three positions (time, height, width), and its scheme "
+        "rotates queries and keys by one. What works: text alone; a bias (alibi, t5, kerple, fire), added to "
+        "'native' by sum where the stock rotation stays; or a rotary scheme that stock transformers runs (yarn, "
+        "linear, rope with another base)."
+    )
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        torch._assert_async((axes[:1] == axes).all(), refusal)
+    elif axes.shape[-1] > 1 and not bool((axes[:1] == axes).all()):
+        raise UnsupportedSwapError(refusal)
+    return axes[0]
+
+
 def looks_packed(position_ids: Tensor, given: Mapping[str, object]) -> bool:
     """Return whether transformers takes `position_ids` for those of packed documents, which do not see each other.
 
