@@ -170,11 +170,10 @@ def evaluation(
 
 def _beside_controls(results: Results, mine: str, plan: SwapPlan | None) -> str:
     """Return the table of the perplexities of a model, by its label, beside those of the base and the control."""
-    base, labels = results.values["base"], [label for label in results.values["models"] if label != mine]
-    names = {mine: "base" if mine == base else mine if mine in _CONTROLS else "unswapped"}
-    if plan is not None:
-        names = {mine: plan.scheme.name}
-    names |= {label: "base" if label == base else label for label in labels if label == base or label in _CONTROLS}
+    beside = [label for label in results.values["models"] if label in (results.values["base"], *_CONTROLS)]
+    names = {label: label if label in _CONTROLS else "base" for label in beside}
+    name = names.pop(mine, "unswapped")
+    names = {mine: name if plan is None else plan.scheme.name, **names}
     head = ["perplexity at", *map(str, results.values["lengths"])]
     return table(head, [[name, *map(_score, _lengths(results, label)[0])] for label, name in names.items()])
 

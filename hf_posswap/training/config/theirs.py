@@ -73,6 +73,7 @@ OWN: dict[str, object] = {
     "max_steps": 1000,
     "optim": None,
     "logging_steps": 10,
+    "logging_first_step": True,
     "report_to": ["tensorboard"],
     "save_steps": 100,
     "save_total_limit": 2,

@@ -296,7 +296,7 @@ def public_recipe(recipe: Recipe) -> dict[str, object]:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
-    rows = ["| phase | steps | tokens | first loss | last loss |", "|---|---|---|---|---|"]
+    rows = ["| phase | steps | tokens | loss of the first step | last logged loss |", "|---|---|---|---|---|"]
     for phase in report["phases"]:
         losses = " | ".join("" if phase[n] is None else f"{phase[n]:.3f}" for n in ("first_loss", "last_loss"))
         rows.append(f"| {phase['name'] or 'training'} | {phase['steps']} | {phase['tokens']:,} | {losses} |")

@@ -106,6 +106,8 @@ class Watch(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        if args.logging_strategy == "steps" and state.global_step >= state.max_steps:
+            control.should_log = True
         if self._task is not None:
             self._task.advance(self.tokens, self._loss, more=self._more)
 

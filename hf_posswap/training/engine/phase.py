@@ -58,8 +58,8 @@ class PhaseResult:
         steps: optimizer steps.
         tokens: tokens read, over all processes.
         train_runtime: seconds of training over all sessions; a killed session counts up to its last log entry.
-        first_loss: of the first log entry; None: nothing was logged.
-        last_loss: of the last log entry.
+        first_loss: of the first log entry, which is the first step's; None: nothing was logged.
+        last_loss: of the last log entry, the mean over the steps since the one before, or since a resume.
         plan: of the swap, as JSON; None: there was none.
         gates: messages of the checks.
         data: summary of the data.

@@ -107,7 +107,8 @@ def test_what_nobody_sets_is_transformers_own(tmp_path: Path) -> None:
     differing = {name for name in FIELDS if ours[name] != plain[name]}
     assert differing == {
         "max_steps", "optim", "logging_steps", "save_steps", "save_total_limit", "hub_private_repo", "disable_tqdm",
-        "log_level", "remove_unused_columns", "train_sampling_strategy", "logging_nan_inf_filter", "hub_strategy",
+        "log_level", "logging_first_step", "remove_unused_columns", "train_sampling_strategy", "logging_nan_inf_filter",
+        "hub_strategy",
     }  # fmt: skip
 
 

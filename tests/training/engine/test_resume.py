@@ -334,6 +334,20 @@ def test_other_documents_are_another_training(tmp_path: Path) -> None:
         trained(tmp_path)
 
 
+def test_the_loss_of_the_first_step_and_of_the_last_is_reported_also_after_a_stop(tmp_path: Path) -> None:
+    """Both were the mean of the first ten steps in a short training, and after a stop the first was another."""
+    settings = ("training.max_steps=7", "training.save_steps=2", "training.logging_steps=5")
+    whole = trained(tmp_path, *settings)
+    logged = [json.loads(line) for line in (whole.folder / "log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in logged if "loss" in entry] == [1, 5, 7]
+    stopped(whole)
+    shutil.rmtree(whole.folder / "checkpoints" / "checkpoint-6", ignore_errors=True)
+    (again,) = trained(tmp_path, *settings).report["phases"]
+    (phase,) = whole.report["phases"]
+    assert again["first_loss"] == phase["first_loss"] == pytest.approx(logged[0]["loss"])
+    assert "| 7 | 896 |" in (whole.folder / "report.md").read_text()
+
+
 @pytest.mark.slow
 def test_what_is_written_down_of_a_training_is_read_as_the_same(tmp_path: Path) -> None:
     """JSON knows neither tuples nor numbers as keys; an encoder's special tokens and its config have them."""
