@@ -18,6 +18,7 @@ from hf_posswap.utils.auto_classes import TRUST
 from hf_posswap.utils.threads import once, quiet_logger
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from transformers import PreTrainedModel
 
@@ -54,6 +55,8 @@ def harness_model_class() -> type[HFLM]:
     class PosswapLM(HFLM):
         """A causal model with its swap."""
 
+        logits_cache: bool
+
         def __init__(
             self,
             pretrained: PreTrainedModel | str,
@@ -84,6 +87,18 @@ def harness_model_class() -> type[HFLM]:
         def max_length(self) -> int:
             """Maximum input length: the requested one, else the swap's maximum length, else the model's."""
             return self._requested_length or length_of(self.model) or super().max_length
+
+        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+            """Return the log-likelihoods of whole texts, without the harness's cache of logits.
+
+            That cache takes two windows of one batch with the same tokens for one, also where one of them is to be
+            scored in full and of the other only the end, and then scores the wrong tokens.
+            """
+            kept, self.logits_cache = self.logits_cache, False
+            try:
+                return super().loglikelihood_rolling(requests, disable_tqdm)
+            finally:
+                self.logits_cache = kept
 
     register_model(NAME)(PosswapLM)
     return PosswapLM

@@ -24,6 +24,8 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: the harness is 
 
 from jinja2.exceptions import SecurityError  # noqa: E402
 from lm_eval import utils  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from hf_posswap.harness import harness_model_class, run_tasks  # noqa: E402
 from hf_posswap.harness.task_code import templates_without_code  # noqa: E402
@@ -112,6 +114,23 @@ def test_a_plain_model_scores_as_in_the_harness_itself(checkpoint: Path, tasks: 
     assert ours["longest_input"] == WINDOW
     for task, key in (("posswap_rolling", "byte_perplexity,none"), ("posswap_choice", "acc,none")):
         assert ours["results"][task][key] == theirs["results"][task][key]
+
+
+def test_windows_of_the_same_tokens_in_one_batch_are_each_scored_by_their_own() -> None:
+    """The harness's cache of logits scored a window's last tokens by the first rows of another's that was the same."""
+    letters = random.Random(0)
+    same, more, most = ("".join(letters.choices("abcdefgh", k=k)) for k in (WINDOW + 1, 10, WINDOW - 1))
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in (more + same, most + same)]
+    build: Any = harness_model_class()
+    totals = {
+        size: build(gpt2(), tokenizer=TOKENIZER, batch_size=size).loglikelihood_rolling(requests, disable_tqdm=True)
+        for size in (1, 4)
+    }
+    assert totals[4] == pytest.approx(totals[1], rel=1e-5)
+    model = build(gpt2(), tokenizer=TOKENIZER, batch_size=4)
+    theirs = HFLM.loglikelihood_rolling(model, requests, disable_tqdm=True)
+    assert theirs != pytest.approx(totals[1], rel=1e-5)  # equal: the method of PosswapLM may go
+    assert model.logits_cache
 
 
 def test_the_callers_random_numbers_stay(checkpoint: Path, tasks: dict[str, Path]) -> None:
