@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from hf_posswap.checkpoints.manifest import (
     write_manifest,
 )
 from hf_posswap.compat.accelerate_state import offloading_hooks
+from hf_posswap.compat.peft_wrappers import copy_for, trained_copies_of
 from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.edits.settings import EditConfig
@@ -34,6 +35,7 @@ from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TRIES = 100  # another writer may replace the folder while it is read
@@ -114,6 +116,9 @@ def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedToken
     _refuse_changed_config(unwrap(model))
     _refuse_quantized(model)
     unpack_4_bit_weights(model)
+    if getattr(model, "peft_config", None) is None:  # some merges of PEFT leave what was trained in full wrapped
+        for path in [path for path, module in model.named_modules() if trained_copies_of(module)]:
+            model.set_submodule(path, cast("nn.Module", copy_for(model.get_submodule(path), None)))
     with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
         save_with_swap(model, folder)
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
@@ -144,11 +149,13 @@ def _refuse_quantized(model: PreTrainedModel) -> None:
     quantizer = getattr(unwrap(model), "hf_quantizer", None)
     if getattr(model, "peft_config", None) is not None or (quantizer is not None and quantizer.is_serializable()):
         return
-    weights = {
+    weights: dict[str, object] = {
         name: weight
         for name, weight in model.named_parameters()
         if weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
     }
+    # torch.ao packs weights into what is no tensor
+    weights |= {name: value for name, value in model.state_dict().items() if "_packed_params" in name}
     if weights:
         name, weight = next(iter(weights.items()))
         raise CheckpointError(

@@ -601,9 +601,9 @@ def on_base(folder: Path, scheme: str | None) -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "fire"])
-@pytest.mark.parametrize("kind", ["lora", "ia3", "loha", "lokr", "oft", "vera"])
+@pytest.mark.parametrize("kind", ["lora", "ia3", "loha", "lokr", "oft", "vera", "norms"])
 def test_merging_keeps_the_trained_positions(kind: str, scheme: str, tmp_path: Path) -> None:
-    """Most tuners hand what they unload the `weight` of what stood there, and a scheme has none."""
+    """Most tuners hand what they unload the `weight` of what stood there, and a scheme has none; norms unload none."""
     options = {"learned": True} if scheme == "alibi" else {}
     model = patch_model(build("llama"), scheme, max_length=2 * LENGTH, **options)
     config = copy.deepcopy(KINDS[kind])
@@ -612,9 +612,9 @@ def test_merging_keeps_the_trained_positions(kind: str, scheme: str, tmp_path: P
     before, trained_values = logits(adapted, IDS), dict(adapted.get_base_model().model.posswap.named_parameters())
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(logits(merged, IDS), before, atol=1e-4, rtol=1e-4)
+    again = hf_posswap.load(hf_posswap.save(merged, tmp_path / "merged")).eval()
     held = dict(merged.model.posswap.named_parameters())
     assert all(torch.equal(value, trained_values["modules_to_save.default." + name]) for name, value in held.items())
-    again = hf_posswap.load(hf_posswap.save(merged, tmp_path / "merged")).eval()
     assert torch.equal(logits(again, IDS), logits(merged, IDS))
 
 

@@ -186,7 +186,7 @@ def int8_by_hand(model: Any, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("way", [by_torchao, int8_by_hand])
+@pytest.mark.parametrize("way", [by_torchao, int8_by_hand, dynamic])
 def test_weights_that_no_load_would_take_are_refused_by_save(way: Callable[..., Any], tmp_path: Path) -> None:
     model = way(build("llama"), tmp_path)
     swap(model, "alibi")
