@@ -144,11 +144,12 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, ob
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown(path)}{included_by} cannot be read: {reason}. Give a recipe's file.") from error
     try:
-        values = load_yaml(text, _loader()) or {}
+        values = load_yaml(text, _loader())
     except ValueError as error:
         raise ConfigError(f"{shown(path)} cannot be read as YAML: {error}.") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{shown(path)} must hold keys and values, got a {type(values).__name__}.")
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{shown(path)} must hold keys and values, got {found}.")
     included = values.pop(INCLUDE, [])
     names = [included] if isinstance(included, str) else included
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

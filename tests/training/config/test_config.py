@@ -106,6 +106,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ({"a": "include: b.yaml", "b": "include: a.yaml"}, r"a.yaml includes itself: a.yaml -> b.yaml -> a.yaml"),
         ({"a": "include: missing.yaml"}, r"missing.yaml, which .*a.yaml includes, cannot be read: No such file"),
         ({"a": "- 1"}, r"a.yaml must hold keys and values, got a list"),
+        ({"a": "# nothing but a comment"}, r"a.yaml must hold keys and values, got nothing"),
         ({"a": "a: [1"}, r"a.yaml cannot be read as YAML: "),
         ({"a": "include: 3"}, r"include must be a file name or a list of them, got 3"),
     ],
