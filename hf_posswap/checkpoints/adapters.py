@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_posswap.compat.peft_wrappers import trained_copies_of, watch_adapters
-from hf_posswap.compat.transformers_loading import undoing_what_has_an_inverse
+from hf_posswap.compat.transformers_loading import auto_class_name, undoing_what_has_an_inverse
 from hf_posswap.errors import (
     CheckpointError,
     MissingDependencyError,
@@ -179,6 +179,10 @@ def write_sidecars(model: PreTrainedModel, folder: Path, adapters: Collection[st
         if not on_disk:
             shown = _HINT.format(base=name or type(base).__name__, scheme=base.config.posswap["scheme"]["name"])
             config["base_model_name_or_path"] = shown
+        if config.get("auto_mapping"):  # without a task type PEFT's Auto classes load the class that it names
+            auto = {"base_model_class": auto_class_name(type(base).__name__), "parent_library": "transformers"}
+            config["auto_mapping"] |= auto
+        if config != read_object(path):
             write_json(path, config)
         write_json(path.parent / SIDECAR, sidecar)
     _correct_card(folder / "README.md", base.name_or_path)

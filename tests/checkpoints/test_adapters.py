@@ -133,6 +133,18 @@ def test_an_adapter_on_a_swapped_checkpoint(scheme: str, tmp_path: Path) -> None
     assert gap(logits(auto.eval(), IDS), logits(model, IDS)) == 0
 
 
+@pytest.mark.parametrize("scheme", ["alibi", "yarn"])
+def test_an_adapter_without_a_task_type_is_opened_by_pefts_auto_classes(scheme: str, tmp_path: Path) -> None:
+    """PEFT then loads the class that the adapter's config names, and a stock one refuses a swapped checkpoint."""
+    options = {"factor": 2.0} if scheme == "yarn" else {}
+    hf_posswap.save(patch_model(build("llama"), scheme, **options), tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = add_adapter(hf_posswap.load(tmp_path / "base"), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(logits(auto, IDS), logits(model, IDS))
+
+
 def test_without_the_plugin_no_unswapped_base_is_taken(tmp_path: Path) -> None:
     model = adapted("gpt2", "rope", tmp_path / "base")
     model.save_pretrained(tmp_path / "adapter")
