@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 
+from hf_posswap.checkpoints.run_artifacts import REPORT
 from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint, write_files
 from hf_posswap.compat.transformers_models import load_whole
 from hf_posswap.errors import CheckpointError, TrainingStoppedError
@@ -253,6 +254,7 @@ def _write_model(trainer: PosswapTrainer, prepared: Prepared, folder: Path, reci
         trainer.write_model(gathered)
     if not run.main:
         return
+    (run.folder / REPORT).unlink(missing_ok=True)  # it is of the model that is replaced
     with replacing_checkpoint(folder / MODEL, overwrite=True) as temporary:
         if is_sharded:
             gathered.rename(temporary)

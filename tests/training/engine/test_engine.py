@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,30 @@ def test_a_finished_training_is_measured_anew_if_its_evaluation_has_changed(tmp_
     assert again.report["nll"] == {"32": 32.0, "64": 64.0}
     assert json.loads((done.folder / "report.json").read_text()) == again.report
     assert (done.model / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_another_training_in_the_same_folder_has_its_own_report(tmp_path: Path) -> None:
+    """Someone deletes the model and its checkpoints, and trains again there."""
+    services = Services(lambda model, documents, lengths, limit: {length: float(length) for length in lengths})
+    settings = ("training.max_steps=2", "training.warmup_steps=0", "evaluation.lengths=[32]")
+    first = trained(tmp_path, *settings, services=services)
+
+    def again(*changes: str) -> dict[str, Any]:
+        shutil.rmtree(first.folder / "checkpoints")
+        shutil.rmtree(first.folder / "model")
+        report = trained(tmp_path, *settings, *changes, services=services).report
+        assert report == json.loads((first.folder / "report.json").read_text())
+        assert report["identity"] == json.loads((first.folder / "done.json").read_text())["identity"]
+        assert "posswap_training" in json.loads((first.model / "config.json").read_text())
+        return report
+
+    other = again("training.learning_rate=5e-3")
+    assert other["recipe"]["training"]["learning_rate"] == 5e-3
+    assert other["phases"][0]["last_loss"] != first.report["phases"][0]["last_loss"]
+    assert again("training.learning_rate=5e-3")["phases"] != other["phases"]  # the seconds are those of this training
+    older = first.folder / "report.json"
+    older.write_text(json.dumps({name: value for name, value in other.items() if name != "identity"} | {"nll": {}}))
+    assert trained(tmp_path, *settings, "training.learning_rate=5e-3", services=services).report["nll"] == {"32": 32.0}
 
 
 @pytest.mark.slow
