@@ -130,6 +130,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         _refuse_other_training(weights.parent, run.identity)
     for line in prepared.messages:
         run.say(line)
+    use_cache = getattr(prepared.model.config, "use_cache", None)
     prepared.messages = _first_messages(folder / _GATES, prepared.messages, run, resumes=resumes)
     log = RunLog(folder / LOG, writes=run.main)
     trainer = _trainer(phase, run, prepared, folder)
@@ -154,7 +155,10 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     finally:
         watch.close()
     steps = trainer.state.global_step
-    prepared.model.config.use_cache = True  # the Trainer turned it off
+    if use_cache is None:
+        del prepared.model.config.use_cache  # the Trainer added it
+    else:
+        prepared.model.config.use_cache = use_cache  # the Trainer turned it off
     if recipe.swap.gradual_steps:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:

@@ -155,6 +155,21 @@ def test_another_training_in_the_same_folder_has_its_own_report(tmp_path: Path) 
     assert trained(tmp_path, *settings, "training.learning_rate=5e-3", services=services).report["nll"] == {"32": 32.0}
 
 
+def test_the_config_of_the_finished_model_has_the_cache_as_the_base_had_it(tmp_path: Path) -> None:
+    for use_cache in (False, True):
+        place = tmp_path / str(use_cache)
+        write_model(place / "gpt2")
+        config = json.loads((place / "gpt2" / "config.json").read_text()) | {"use_cache": use_cache}
+        (place / "gpt2" / "config.json").write_text(json.dumps(config))
+        done = trained(place, "training.max_steps=1", "training.warmup_steps=0")
+        assert json.loads((done.model / "config.json").read_text())["use_cache"] is use_cache
+    done = trained(tmp_path, "training.max_steps=1", "training.warmup_steps=0", "objective.kind=masked", kind="bert")
+    base, trained_config = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "bert", done.model)
+    )
+    assert trained_config.get("use_cache") == base.get("use_cache")
+
+
 @pytest.mark.slow
 def test_the_log_the_report_and_the_model_are_left_behind(tmp_path: Path) -> None:
     def evaluate(model: Any, documents: Any, lengths: Any, limit: int) -> dict[int, float]:
