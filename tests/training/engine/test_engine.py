@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
-from hf_posswap.training.engine import preparing
+from hf_posswap.training.engine import log, preparing
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
 from hf_posswap.training.engine.preparing import load_model, prepare
@@ -155,6 +157,26 @@ def test_another_training_in_the_same_folder_has_its_own_report(tmp_path: Path) 
     assert trained(tmp_path, *settings, "training.learning_rate=5e-3", services=services).report["nll"] == {"32": 32.0}
 
 
+def test_the_log_has_no_peak_memory_where_the_system_does_not_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where Python has no module resource: training could not be imported."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    spec = importlib.util.spec_from_file_location("log_on_windows", log.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    on_windows = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "log_on_windows", on_windows)
+    spec.loader.exec_module(on_windows)
+    assert on_windows.peak_memory() is None
+    assert log.peak_memory() is not None
+    monkeypatch.setattr(log, "resource", on_windows.resource)
+    done = trained(tmp_path, "training.max_steps=1", "training.warmup_steps=0")
+    (entry,) = (json.loads(line) for line in (done.folder / "log.jsonl").read_text().splitlines())
+    assert entry["loss"] > 0
+    assert "peak_memory" not in entry
+
+
 def test_the_config_of_the_finished_model_has_the_cache_as_the_base_had_it(tmp_path: Path) -> None:
     for use_cache in (False, True):
         place = tmp_path / str(use_cache)
@@ -164,10 +186,8 @@ def test_the_config_of_the_finished_model_has_the_cache_as_the_base_had_it(tmp_p
         done = trained(place, "training.max_steps=1", "training.warmup_steps=0")
         assert json.loads((done.model / "config.json").read_text())["use_cache"] is use_cache
     done = trained(tmp_path, "training.max_steps=1", "training.warmup_steps=0", "objective.kind=masked", kind="bert")
-    base, trained_config = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "bert", done.model)
-    )
-    assert trained_config.get("use_cache") == base.get("use_cache")
+    base, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "bert", done.model))
+    assert after.get("use_cache") == base.get("use_cache")
 
 
 @pytest.mark.slow
