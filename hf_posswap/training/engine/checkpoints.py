@@ -157,10 +157,21 @@ def _load_adapter(model: PreTrainedModel, folder: Path) -> None:
 
     if not (folder / _ADAPTER).is_file():
         raise CheckpointError(f"{folder} holds no {_ADAPTER} to resume from.")
-    load_result: Any = set_peft_model_state_dict(model, _read(folder / _ADAPTER))
-    if load_result.unexpected_keys:
+    try:
+        load_result: Any = set_peft_model_state_dict(model, _read(folder / _ADAPTER))
+    except KeyError as error:  # PEFT's for a weight of modules_to_save
         raise CheckpointError(
-            f"the adapter in {folder} does not fit: unknown {sorted(load_result.unexpected_keys)[:8]}."
+            f"the adapter in {folder} does not fit: missing {[*error.args]}, unknown []. Resume from another "
+            "checkpoint."
+        ) from error
+    state, lacking = model.state_dict(keep_vars=True), set(load_result.missing_keys)  # with the names of the base
+    loaded = {id(weight) for name, weight in state.items() if name not in lacking}  # one of several shared names is
+    trained = [name for name in sorted(lacking & state.keys()) if state[name].requires_grad]
+    missing = [name for name in trained if id(state[name]) not in loaded]
+    if missing or load_result.unexpected_keys:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit: missing {missing[:8]}, unknown "
+            f"{sorted(load_result.unexpected_keys)[:8]}. Resume from another checkpoint."
         )
 
 
