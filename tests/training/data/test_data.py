@@ -299,6 +299,14 @@ def test_no_document_follows_itself_while_others_are_to_be_read_again(times: lis
     assert all(one != next_one for one, next_one in itertools.pairwise(order[: sum(rounds)]))
 
 
+def test_each_of_many_sources_is_read_at_least_once_in_a_block() -> None:
+    for count in (999, 1000, 1001, 2500):
+        order = Order([5] * count, [1.0 + (number % 7) for number in range(count)], 0)
+        assert set(order.pattern.tolist()) == set(range(count))
+        assert len(order.pattern) == max(1000, count)
+        assert {order.at(item)[0] for item in range(len(order.pattern))} == set(range(count))
+
+
 def test_concatenated_documents_are_separated_and_predicted_across(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(TEXTS)))
