@@ -197,8 +197,8 @@ GIVE = (
 def files_below(path: Path, splits: tuple[str, ...] = ()) -> list[Path]:
     """Return `path` itself, or the document files in and below that folder, sorted by name.
 
-    A README in a folder (README.md, readme.txt, ...) is skipped; given by itself it is a document. The folder of a
-    saved data set is one "file".
+    A README in a folder (README.md, readme.txt, ...) is skipped, and so are hidden files and what is in hidden folders,
+    such as `.ipynb_checkpoints`; given by itself each is a document. The folder of a saved data set is one "file".
 
     Args:
         path: a file, a folder, or "folder:split" of a saved `DatasetDict`.
@@ -213,10 +213,14 @@ def files_below(path: Path, splits: tuple[str, ...] = ()) -> list[Path]:
     path = expand_home(path)
     if path.is_dir():
         suffixes = (*TEXT_FILES, ".jsonl", ".parquet")
-        files = (file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        documents = sorted(file for file in files if file.stem.lower() != _ABOUT)
+        files = (file for file in path.rglob("*") if file.suffix in suffixes and file.stem.lower() != _ABOUT)
+        visible = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        documents = sorted(file for file in visible if file.is_file())
         if not documents:
-            raise DataError(f"{path} holds no document: no file in or below it ends in {', '.join(suffixes)}; {GIVE}.")
+            raise DataError(
+                f"{path} holds no document: no file in or below it ends in {', '.join(suffixes)} (hidden ones and "
+                f"READMEs do not count); {GIVE}."
+            )
         return documents
     if not path.is_file():
         raise DataError(f"{path} does not exist; {GIVE}.")
@@ -282,6 +286,8 @@ def _json_lines(path: Path) -> Iterator[object]:
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
