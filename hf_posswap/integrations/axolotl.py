@@ -221,13 +221,15 @@ def swap(model: PreTrainedModel, settings: PosswapSettings, cfg: DictDefault) ->
 def fitting_rows(settings: PosswapSettings, cfg: DictDefault, length: int) -> list[np.ndarray]:
     """Return the beginnings of the texts of a fit as token ids, each of at most `length`.
 
+    `revision_of_model` is that of the tokenizer, too, as in axolotl.
+
     Raises:
         DataError: there are none, or fewer than asked for.
     """
     source = cfg.get("tokenizer_config") or cfg.get("base_model")
-    tokenizer = load_tokenizer(
-        source, instead="set tokenizer_config", trust_remote_code=bool(cfg.get("trust_remote_code"))
-    )
+    hub = {"revision": cfg["revision_of_model"]} if cfg.get("revision_of_model") else {}
+    trusted = bool(cfg.get("trust_remote_code"))
+    tokenizer = load_tokenizer(source, instead="set tokenizer_config", trust_remote_code=trusted, **hub)
     rows: list[np.ndarray] = []
     for path in files_below(Path(str(settings.fit_text))):
         for document in file_documents(path, "text"):

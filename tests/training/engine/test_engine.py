@@ -29,10 +29,10 @@ from hf_posswap.training.data import build_data
 from hf_posswap.training.engine import log, preparing
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
-from hf_posswap.training.engine.preparing import load_model, prepare
+from hf_posswap.training.engine.preparing import load_model, load_recipe_tokenizer, prepare
 from hf_posswap.training.engine.services import Services
 from hf_posswap.utils.progress import Reporter
-from tests.training.engine_runs import assert_same_weights, recipe, trained, weights_of, write_model
+from tests.training.engine_runs import assert_same_weights, cached_tokenizers, recipe, trained, weights_of, write_model
 
 
 def schedule_of(wanted: Recipe, optimizer: torch.optim.Optimizer) -> Any:
@@ -131,6 +131,15 @@ def test_a_finished_training_is_measured_anew_if_its_evaluation_has_changed(tmp_
     assert again.report["nll"] == {"32": 32.0, "64": 64.0}
     assert json.loads((done.folder / "report.json").read_text()) == again.report
     assert (done.model / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_the_tokenizer_is_of_the_revision_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, newest = cached_tokenizers(tmp_path / "hub", monkeypatch)
+    model = {"name": "org/model"}
+    for settings, expected in (({}, newest), ({"revision": "v1"}, first), ({"revision": "main"}, newest)):
+        assert load_recipe_tokenizer(recipe(tmp_path, model=model | settings)).get_vocab() == expected.get_vocab()
+    own = recipe(tmp_path, model=model | {"revision": "v1", "tokenizer": str(tmp_path / "gpt2")})
+    assert load_recipe_tokenizer(own).get_vocab() == byte_tokenizer().get_vocab()
 
 
 def test_another_training_in_the_same_folder_has_its_own_report(tmp_path: Path) -> None:
