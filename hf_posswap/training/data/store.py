@@ -104,9 +104,11 @@ def token_stores(
             count.
         CheckpointError: the cache cannot be written.
     """
+    origin = source_identity(source)
+    commit = None if origin.get("commit") is None else str(origin["commit"])
     identity = {
         "layout": _LAYOUT,
-        "source": source_identity(source),
+        "source": origin,
         "tokenizer": _tokenizer_identity(tokenizer),
         "begin": begin,
         "held_out": held_out,
@@ -125,13 +127,13 @@ def token_stores(
             with replacing(folder) as temporary:
                 temporary.mkdir()
                 chats = ChatEncoder(tokenizer, assistant_only, completion_only)
-                least_hash = _write(source, encoder, chats, held_out, temporary, say)
+                least_hash = _write(source, commit, encoder, chats, held_out, temporary, say)
                 if least_hash is not None:
                     share, chats = (
                         math.nextafter(least_hash, 1.0),
                         ChatEncoder(tokenizer, assistant_only, completion_only),
                     )
-                    _write(source, encoder, chats, share, temporary, say, requested_share=held_out)
+                    _write(source, commit, encoder, chats, share, temporary, say, requested_share=held_out)
                 write_json(temporary / "identity.json", identity)
     train_store, held_out_store = (_open(folder, split) for split in _SPLITS)
     return train_store, held_out_store
@@ -139,6 +141,7 @@ def token_stores(
 
 def _write(
     source: Source,
+    commit: str | None,
     encoder: _Encoder,
     chats: ChatEncoder,
     held_out: float,
@@ -151,6 +154,7 @@ def _write(
 
     Args:
         source: of the documents.
+        commit: of a data set on the Hub; None: unknown.
         encoder: turns text into tokens.
         chats: turns chats into tokens.
         held_out: share to hold out.
@@ -167,7 +171,7 @@ def _write(
     progress = TokenizingProgress(source, say)
     with ExitStack() as stack:
         splits = tuple(stack.enter_context(_SplitWriter(folder, split)) for split in _SPLITS)
-        groups = _groups(source_documents(source, chats=True))
+        groups = _groups(source_documents(source, chats=True, commit=commit))
         hash_positions, rows = _write_groups(groups, splits, encoder, chats, held_out, progress)
     lengths = {writer.split: writer.lengths for writer in splits}
     count = sum(map(len, lengths.values()))

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_posswap.comparison.documents import check_paths, read_documents
 from hf_posswap.errors import ConfigError, DataError, MissingDependencyError, PositionRangeError
-from hf_posswap.text.documents import HubText, files_below
+from hf_posswap.text.documents import HubText, files_below, hub_text
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data, prove_packing
@@ -30,6 +32,7 @@ from hf_posswap.training.data.build import concatenation_order
 from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces, repeat_pieces
 from hf_posswap.training.data.sources import TokenizingProgress, check_source
 from hf_posswap.training.data.windows import Order, make_masking, pose_draw, random_positions
+from tests.checkpoints.loopback import TOKEN, Repo, running
 from tests.training.data.test_packing import built, masked_tokenizer
 from tests.training.tiny_models import tiny
 
@@ -151,6 +154,79 @@ def test_tokens_are_made_once_and_anew_when_anything_changed(tmp_path: Path, mon
     settings = DataSettings((Source(str(path)),), cache=tmp_path / "cache", length=16, held_out=0.2)
     build_data(settings, masked_tokenizer(), causal=False, scheme_length=16)
     assert len(written) == 4
+
+
+def at_commit(tmp_path: Path, commit: str | None, text: str, branch: str = "main") -> None:
+    """Have datasets read one version of org/set, of the folder of that name, with `commit` in the cache of the Hub."""
+    folder = tmp_path / "org" / "set"
+    folder.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows([f"{text}: {row}" for row in TEXTS])).to_parquet(folder / "train.parquet")
+    if commit is not None:
+        cached = tmp_path / "hub" / "datasets--org--set"
+        for path, content in ((f"refs/{branch}", commit), (f"snapshots/{commit}/README.md", "# A set")):
+            (cached / path).parent.mkdir(parents=True, exist_ok=True)
+            (cached / path).write_text(content)
+
+
+def read_set(tmp_path: Path, name: str = "org/set") -> str:
+    """Return the text before the colon in the documents of org/set, as a new process reads them."""
+    reading._COMMITS.clear()
+    (text,) = {document.partition(":")[0] for document in texts_of(data(tmp_path, Source(name)).train.stores[0])}
+    return text
+
+
+@pytest.fixture
+def hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    # datasets finds the folder of that name offline; hub_text takes it for a path
+    monkeypatch.setattr(reading, "hub_text", lambda path: HubText("org/set", None, path.partition("@")[2] or None))
+    yield
+    reading._COMMITS.clear()
+
+
+@pytest.mark.usefixtures("hub_set")
+def test_the_tokens_of_a_data_set_are_those_of_its_commit(tmp_path: Path) -> None:
+    at_commit(tmp_path, "a" * 40, "old")
+    assert read_set(tmp_path) == "old"
+    at_commit(tmp_path, None, "new")
+    assert read_set(tmp_path) == "old"  # of the commit in the cache of the Hub, whose tokens are there
+    at_commit(tmp_path, "b" * 40, "new")
+    assert read_set(tmp_path) == "new"
+    at_commit(tmp_path, "a" * 40, "new", branch="v1")
+    assert read_set(tmp_path, "org/set@v1") == "new"
+    (tmp_path / "hub" / "datasets--org--set" / "refs" / "main").unlink()
+    written = len([*(tmp_path / "cache" / "tokens").iterdir()])
+    for text in ("old", "newer", "newer"):  # of an unknown commit: what it is, is read
+        at_commit(tmp_path, None, text)
+        assert read_set(tmp_path) == text
+    assert len([*(tmp_path / "cache" / "tokens").iterdir()]) == written + 4  # two folders with their locks
+
+
+@pytest.mark.usefixtures("hub_set")
+def test_the_commit_of_a_data_set_is_the_newest_one_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with running() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        repo = hub.repos["org/set"] = Repo(False, {"a" * 40: {}, "b" * 40: {}}, {"main": "a" * 40, "v1": "a" * 40})
+        for commit in ("a" * 40, "b" * 40):
+            repo.branches["main"] = commit
+            reading._COMMITS.clear()
+            assert reading.source_identity(Source("org/set"))["commit"] == commit
+        repo.branches["main"] = "a" * 40
+        assert reading.source_identity(Source("org/set"))["commit"] == "b" * 40  # one process reads one commit
+        assert reading.source_identity(Source("org/set@v1"))["commit"] == "a" * 40
+        pinned = []
+        monkeypatch.setattr(reading, "hub_documents", lambda source, **how: pinned.append(source) or iter(()))
+        assert not list(reading.source_documents(Source("org/set"), commit="b" * 40))
+        assert pinned == [HubText("org/set", None, "b" * 40)]
+
+
+def test_a_revision_of_a_data_set_can_be_named() -> None:
+    assert hub_text("org/set@refs/pr/1:test") == HubText("org/set", "test", "refs/pr/1")
+    assert hub_text("org/set@v1.0") == HubText("org/set", None, "v1.0")
+    assert str(HubText("org/set", "test", "v1.0")) == "org/set@v1.0:test"
 
 
 def test_groups_of_any_size_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
