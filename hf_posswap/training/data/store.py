@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ _DIGESTS, _ROWS = "digests.json", "rows.json"
 # Limits of a tokenizer call: fast tokenizers parallelize over documents, but memory must stay bounded.
 _AT_ONCE, _CHARACTERS = 256, 4_000_000
 _FLAGS = ".counted"
+_OF_THE_LOAD = ("is_local", "local_files_only", "name_or_path", "model_max_length")
+"""What a tokenizer's config says of where it was loaded from and where its model ends, which changes no token."""
+_SAMPLE = "The ship's 2 Masts,\n\tand 1,024 \u00dcber-long\u2019words: na\u00efve \u6771\u4eac \U0001f6a2  </s> <s>"
+"""Text with what tokenizers treat in different ways: case, accents, digits, blanks, other scripts, special tokens."""
 _SPLITS = ("train", "held_out")
 Placed = tuple[Document, bool | None]
 """A document, and whether it is held out; None: a hash of its text decides."""
@@ -379,13 +384,24 @@ def _open(folder: Path, split: str) -> TokenStore:
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    serialized = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
-    digest = hashlib.sha256(serialized.encode()).hexdigest()
+    """Return what decides the tokens of a text, as JSON: that in a fast tokenizer, or in the files of a slow one."""
+    backend, digest = getattr(tokenizer, "backend_tokenizer", None), hashlib.sha256()
+    if backend is not None:
+        digest.update(backend.to_str().encode())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            config_path = Path(folder) / "tokenizer_config.json"
+            config = read_json(config_path)
+            config_path.write_text(json.dumps({name: config[name] for name in config if name not in _OF_THE_LOAD}))
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                digest.update(json.dumps([path.relative_to(folder).as_posix(), path.read_bytes().hex()]).encode())
+        sample = tokenizer(_SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+        digest.update(json.dumps([tokenizer.get_vocab(), sample], sort_keys=True).encode())
     return {
         "class": type(tokenizer).__name__,
-        "digest": digest,
+        "digest": digest.hexdigest(),
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token,
         "chat_template": getattr(tokenizer, "chat_template", None),
-    }
+    } | ({"split_special_tokens": True} if getattr(tokenizer, "split_special_tokens", False) else {})

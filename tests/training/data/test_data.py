@@ -19,6 +19,8 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import CTRLTokenizer
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from hf_posswap.comparison.documents import check_paths, read_documents
 from hf_posswap.errors import ConfigError, DataError, MissingDependencyError, PositionRangeError
@@ -227,6 +229,42 @@ def test_a_revision_of_a_data_set_can_be_named() -> None:
     assert hub_text("org/set@refs/pr/1:test") == HubText("org/set", "test", "refs/pr/1")
     assert hub_text("org/set@v1.0") == HubText("org/set", None, "v1.0")
     assert str(HubText("org/set", "test", "v1.0")) == "org/set@v1.0:test"
+
+
+def slow_bert(folder: Path, **options: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Hello", "hello"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    return BertTokenizerLegacy(str(folder / "vocab.txt"), **options)
+
+
+def slow_ctrl(folder: Path, merges: str) -> Any:
+    folder.mkdir(exist_ok=True)
+    words = ("a", "b", "c", "ab</w>", "bc</w>", "<unk>", "c</w>", "a@@")
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text(merges)
+    return CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+def test_tokenizers_that_read_a_text_differently_share_no_tokens(tmp_path: Path) -> None:
+    """Of equal vocabularies: case and merges of slow ones, and special tokens in the text, were not told apart."""
+    whole, split = byte_tokenizer(), byte_tokenizer()
+    split.split_special_tokens = True
+    merges = ("#v\na b\nb c</w>\n", "#v\nb c</w>\na b\n")
+    pairs = [
+        ([slow_bert(tmp_path / "bert", do_lower_case=lower) for lower in (True, False)], "Hello"),
+        ([slow_ctrl(tmp_path / f"ctrl{number}", lines) for number, lines in enumerate(merges)], "abc"),
+        ([whole, split], whole.eos_token),
+    ]
+    for tokenizers, text in pairs:
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
+        assert ids[0] != ids[1]
+        assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+        identities = [storing._tokenizer_identity(tokenizer) for tokenizer in tokenizers]
+        assert identities[0] != identities[1]
+        folder = tmp_path / type(tokenizers[0]).__name__
+        tokenizers[0].save_pretrained(folder)
+        assert storing._tokenizer_identity(type(tokenizers[0]).from_pretrained(folder)) == identities[0]
 
 
 def test_groups_of_any_size_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
