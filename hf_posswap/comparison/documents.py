@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ class Cut:
 
 
 def cut_documents(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, begin: bool = True
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, begin: bool = True
 ) -> Cut:
     """Return the first `length` tokens of up to `limit` documents; short ones are joined if too few are long enough.
 
@@ -116,7 +117,7 @@ def cut_documents(
     last one is truncated.
 
     Args:
-        documents: in order of use.
+        documents: in order of use; those after the `limit`th that is long enough are not read.
         tokenizer: the models' tokenizer.
         length: tokens of a row.
         limit: maximum number of rows.
@@ -136,8 +137,8 @@ def cut_documents(
     rows = long + joined
     if len(rows) < 2:
         raise DataError(
-            f"{len(long)} of {len(documents)} held-out documents have {length} tokens, at least 2 are needed, and "
-            f"joining the others gives {len(joined)}: give more or longer documents, or measure shorter lengths."
+            f"{len(long)} of {len(long) + len(short)} held-out documents have {length} tokens, at least 2 are needed, "
+            f"and joining the others gives {len(joined)}: give more or longer documents, or measure shorter lengths."
         )
     if joined:
         protocol_text = (
@@ -221,7 +222,9 @@ def read_documents(
             each, folders are read recursively, a folder of `Dataset.save_to_disk` as its rows ("folder:split" of one
             with several splits); "org/name" or "org/name:split" is a data set on the Hub, of which only the needed
             rows are fetched. Otherwise an iterable of strings, or of rows with a text column such as a
-            `datasets.Dataset`.
+            `datasets.Dataset`. It is read in order until `limit` documents are long enough, because the ones after them
+            are not used, or to its end; of one without a length, such as a generator or a streamed data set, at most
+            100,000 rows are read.
         tokenizer: the models' tokenizer.
         length: tokens of each document.
         limit: maximum number of documents.
@@ -244,21 +247,29 @@ def read_documents(
     for name, value, least in (("length", length, 2), ("documents", limit, 2)):
         if value < least:
             raise OptionError(f"{name} is a whole number of at least {least}, got {value!r}.")
+    numbers = count()
     stream = partial(stream_documents, tokenizer=tokenizer, length=length, limit=limit, column=column, begin=begin)
     if source is None:
-        documents: list[Document] = list(python_corpus().held_out)
-        source_name = "sources of this Python's standard library and pydoc's topics, held-out part"
+        documents: Iterable[Document] = python_corpus().held_out
+        source_name: str | None = "sources of this Python's standard library and pydoc's topics, held-out part"
     elif isinstance(source, str | Path):
         documents, source_name = _of_paths([Path(source)], column, stream), public_name(source)
     else:
-        source = list(source)
-        if source and all(isinstance(item, Path) for item in source):
-            documents, source_name = _of_paths(source, column, stream), ", ".join(map(public_name, source))
+        rows = islice(source, None if isinstance(source, Sized) else _MOST_ROWS)
+        first = list(islice(rows, 1))
+        if not first:
+            raise DataError("0 texts: there is no document to measure on.")
+        if isinstance(first[0], Path):
+            first += rows
+        if all(isinstance(item, Path) for item in first):
+            documents, source_name = _of_paths(first, column, stream), ", ".join(map(public_name, first))
         else:
-            documents, source_name = list(row_documents(source, "text", column)), f"{len(source)} texts"
-    if not documents:
-        raise DataError(f"{source_name}: there is no document to measure on.")
+            counted = (row for row, _ in zip(chain(first, rows), numbers, strict=False))
+            documents = row_documents(counted, "text", column)
+            source_name = f"{len(source)} texts" if isinstance(source, Sized) else None
     cut = cut_documents(documents, tokenizer, length=length, limit=limit, begin=begin)
+    if source_name is None:
+        source_name = f"the first {next(numbers)} texts"
     return EvalDocuments(source_name, cut.names, cut.tokens, cut.protocol, cut.said)
 
 

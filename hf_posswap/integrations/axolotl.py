@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from hf_posswap.errors import ConfigError, DataError, PosswapError
+from hf_posswap.errors import ConfigError, DataError, PosswapError, SwapVerificationError
 from hf_posswap.patching.apply.patch_model import patch_model, swap_plan
 from hf_posswap.patching.plan.plan_swap import plan_swap, unwrap
 from hf_posswap.schemes import Scheme, make_scheme
@@ -27,6 +27,7 @@ from hf_posswap.text.tokens import load_tokenizer, token_stream
 from hf_posswap.training.engine.fitting import fitted_length
 from hf_posswap.training.search import check_fit, fit_bias, fit_rotation
 from hf_posswap.training.trainer_callback import PosswapCallback
+from hf_posswap.training.trainer_proof import check_scheme
 from hf_posswap.utils.printable import brief_repr
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class PosswapPlugin(BasePlugin):
     """Swaps the position mechanism of the model that axolotl trains, and adds `PosswapCallback` to its Trainer.
 
     The model is swapped in `post_model_build`: after its weights are loaded, before adapters are put on it. A base that
-    carries the swap already, a saved one, is left as it is. The reference model of preference training is swapped too.
+    carries the swap already, a saved one, is left as it is; one that carries another swap, or is to be fitted though it
+    is swapped, is refused. The reference model of preference training is swapped too.
     """
 
     def get_input_args(self) -> str:
@@ -115,12 +117,27 @@ class PosswapPlugin(BasePlugin):
         """Swap `model` in place.
 
         Raises:
-            ConfigError: the settings do not fit the model or one another.
+            ConfigError: the settings do not fit the model or one another, or the base carries another swap.
             PosswapError: as `patch_model` and the fits raise.
         """
-        settings, base = settings_of(cfg), unwrap(model)
+        settings, base, name = settings_of(cfg), unwrap(model), cfg.get("base_model")
         if getattr(base, "_posswap", None) is None:
             swap(base, settings, cfg)
+        elif settings.fit:
+            raise ConfigError(
+                f"posswap.fit is {settings.fit}, and {name} already carries {swap_plan(base).named}: a fit is to the "
+                "positions of an unswapped model. Take fit and fit_text out to train it as it is, or set base_model to "
+                "the model before its swap."
+            )
+        else:
+            try:
+                check_scheme(base, make_scheme(settings.scheme))
+            except SwapVerificationError as error:
+                raise ConfigError(
+                    f"posswap.scheme is {settings.scheme!r}, and {name} already carries {swap_plan(base).named}: set "
+                    "posswap.scheme to what it carries, to train it as it is, or base_model to the model before its "
+                    "swap."
+                ) from error
         plan = swap_plan(base)
         if (cfg.get("sequence_len") or 0) > plan.max_length:
             raise ConfigError(
@@ -204,13 +221,15 @@ def swap(model: PreTrainedModel, settings: PosswapSettings, cfg: DictDefault) ->
 def fitting_rows(settings: PosswapSettings, cfg: DictDefault, length: int) -> list[np.ndarray]:
     """Return the beginnings of the texts of a fit as token ids, each of at most `length`.
 
+    `revision_of_model` is that of the tokenizer, too, as in axolotl.
+
     Raises:
         DataError: there are none, or fewer than asked for.
     """
     source = cfg.get("tokenizer_config") or cfg.get("base_model")
-    tokenizer = load_tokenizer(
-        source, instead="set tokenizer_config", trust_remote_code=bool(cfg.get("trust_remote_code"))
-    )
+    hub = {"revision": cfg["revision_of_model"]} if cfg.get("revision_of_model") else {}
+    trusted = bool(cfg.get("trust_remote_code"))
+    tokenizer = load_tokenizer(source, instead="set tokenizer_config", trust_remote_code=trusted, **hub)
     rows: list[np.ndarray] = []
     for path in files_below(Path(str(settings.fit_text))):
         for document in file_documents(path, "text"):

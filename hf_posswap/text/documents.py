@@ -95,7 +95,7 @@ def saved_rows(folder: Path) -> Iterator[dict[str, object]]:
 
 TEXT_FILES = (".txt", ".md", ".rst", ".py")
 ROW_FILES = (".jsonl", ".json", ".parquet")
-_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(:(?P<split>[\w.-]+))?")
+_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(@(?P<revision>[\w./-]+))?(:(?P<split>[\w.-]+))?")
 
 
 @dataclass(frozen=True)
@@ -105,31 +105,36 @@ class HubText:
     Attributes:
         name: "organisation/data set".
         split: the split; None: the first one found among the requested splits.
+        revision: a commit, branch or tag; None: the newest commit.
     """
 
     name: str
     split: str | None = None
+    revision: str | None = None
 
     def __str__(self) -> str:
-        return self.name if self.split is None else f"{self.name}:{self.split}"
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.name}{revision}" + ("" if self.split is None else f":{self.split}")
 
 
 def hub_text(path: str | Path) -> HubText | None:
-    """Return the data set named by "org/name" or "org/name:split", or None for a path.
+    """Return the data set named by "org/name", "org/name:split" or "org/name@revision:split", or None for a path.
 
     An existing file or folder is a path, and so are a folder of `save_to_disk` with a split behind it, and a name with
     the suffix of a text file.
 
     Example:
         >>> hub_text("deepmind/pg19:test"), hub_text("books/emma.txt"), hub_text("./books")
-        (HubText(name='deepmind/pg19', split='test'), None, None)
+        (HubText(name='deepmind/pg19', split='test', revision=None), None, None)
+        >>> print(hub_text("org/name@v1.0:train"))
+        org/name@v1.0:train
     """
     match = _ID.fullmatch(str(path))
     if match is None or Path(path).suffix in (*TEXT_FILES, *ROW_FILES):
         return None
     if Path(path).exists() or is_saved(Path(match["name"])):
         return None
-    return HubText(match["name"], match["split"])
+    return HubText(match["name"], match["split"], match["revision"])
 
 
 def require_datasets() -> None:
@@ -178,8 +183,8 @@ def _rows(source: HubText, splits: tuple[str, ...], streaming: bool) -> Iterator
     from datasets import load_dataset
 
     if source.split is not None:
-        return iter(load_dataset(source.name, split=source.split, streaming=streaming))
-    dataset = load_dataset(source.name, streaming=streaming)
+        return iter(load_dataset(source.name, split=source.split, revision=source.revision, streaming=streaming))
+    dataset = load_dataset(source.name, revision=source.revision, streaming=streaming)
     split = next((name for name in splits if name in dataset), None)
     if split is None:
         raise DataError(f"the data set {source} has the splits {', '.join(dataset)}: name one, as {source}:SPLIT.")
@@ -197,8 +202,8 @@ GIVE = (
 def files_below(path: Path, splits: tuple[str, ...] = ()) -> list[Path]:
     """Return `path` itself, or the document files in and below that folder, sorted by name.
 
-    A README in a folder (README.md, readme.txt, ...) is skipped; given by itself it is a document. The folder of a
-    saved data set is one "file".
+    A README in a folder (README.md, readme.txt, ...) is skipped, and so are hidden files and what is in hidden folders,
+    such as `.ipynb_checkpoints`; given by itself each is a document. The folder of a saved data set is one "file".
 
     Args:
         path: a file, a folder, or "folder:split" of a saved `DatasetDict`.
@@ -213,10 +218,14 @@ def files_below(path: Path, splits: tuple[str, ...] = ()) -> list[Path]:
     path = expand_home(path)
     if path.is_dir():
         suffixes = (*TEXT_FILES, ".jsonl", ".parquet")
-        files = (file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        documents = sorted(file for file in files if file.stem.lower() != _ABOUT)
+        files = (file for file in path.rglob("*") if file.suffix in suffixes and file.stem.lower() != _ABOUT)
+        visible = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        documents = sorted(file for file in visible if file.is_file())
         if not documents:
-            raise DataError(f"{path} holds no document: no file in or below it ends in {', '.join(suffixes)}; {GIVE}.")
+            raise DataError(
+                f"{path} holds no document: no file in or below it ends in {', '.join(suffixes)} (hidden ones and "
+                f"READMEs do not count); {GIVE}."
+            )
         return documents
     if not path.is_file():
         raise DataError(f"{path} does not exist; {GIVE}.")
@@ -282,6 +291,8 @@ def _json_lines(path: Path) -> Iterator[object]:
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:

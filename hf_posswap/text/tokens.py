@@ -7,7 +7,7 @@ with the tokenizer's special tokens around them, do not.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,7 @@ def token_stream(
 
 
 def split_by_length(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, begin: bool = True
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, length: int, limit: int, begin: bool = True
 ) -> tuple[list[tuple[str, np.ndarray]], list[tuple[str, np.ndarray]]]:
     """Return names and first `length` tokens of up to `limit` documents of that length, and of shorter ones.
 
@@ -129,10 +129,10 @@ def split_by_length(
     long: list[tuple[str, np.ndarray]] = []
     short: list[tuple[str, np.ndarray]] = []
     for document in documents:
-        if len(long) == limit:
-            break
         ids = _encode(document.text[: length * _CHARACTERS_PER_TOKEN], tokenizer, begin)
         (long if len(ids) >= length else short).append((document.name, ids[:length]))
+        if len(long) >= limit:  # before the next document is read: a stream may take its time, or never end
+            break
     return long, short
 
 

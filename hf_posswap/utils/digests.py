@@ -102,12 +102,23 @@ def write_array(path: Path, value: np.ndarray) -> str:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_to_disk(path.parent)
     return hashlib.sha256(content).hexdigest()
+
+
+def sync_to_disk(path: Path) -> None:
+    """Have `path`, a file or a folder's entries, written to the disk; not a folder on Windows, which opens none.
+
+    Raises:
+        OSError: it cannot be opened or written.
+    """
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)  # Windows syncs what is open to write
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_array(path: Path, digest: str) -> np.ndarray | None:

@@ -120,7 +120,7 @@ _ROUTES = [
         ("verify", "POST", r"/lfs/verify"),
         ("commit", "POST", rf"/api/models/{_ID}/commit/(?P<rev>.+)"),
         ("tree", "GET", rf"/api/models/{_ID}/tree/(?P<rev>.+?)"),
-        ("info", "GET", rf"/api/models/{_ID}(/revision/(?P<rev>.+))?"),
+        ("info", "GET", rf"/api/(?:models|datasets)/{_ID}(/revision/(?P<rev>.+))?"),
         ("resolve", "GET", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<file>.+)"),
         ("resolve", "HEAD", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<file>.+)"),
     )

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -705,6 +706,12 @@ def test_a_loop_that_loads_the_weights_itself_has_the_same(kind: str, tmp_path: 
     staged = peft.get_peft_model(on_base(base, "kerple"), copy.deepcopy(KINDS[kind])).eval()
     load_weights(staged, tmp_path / "adapter")  # as a recipe's stages do
     assert torch.equal(logits(staged, IDS), logits(model, IDS))
+    first = min(weights)
+    lacking = {name: weight for name, weight in weights.items() if name != first}
+    save_file(lacking, tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    missing = re.escape(first.rpartition(".")[0])
+    with pytest.raises(CheckpointError, match=rf"adapter does not fit: missing \['{missing}.*'\], unknown \[\]"):
+        load_weights(staged, tmp_path / "adapter")
     for scheme, error in (
         ("alibi", RecordError),
         ("nope", RuntimeError),

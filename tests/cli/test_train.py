@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,14 @@ def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: P
         run = posswap("train", "-c", path, "training.push_to_hub=true", "training.hub_model_id=me/tiny", **online)
         assert run.returncode == 0, run.stderr
         files = hub.files("me/tiny")
+        changes = ("training.push_to_hub=true", "training.hub_model_id=me/other")
+        for more in ((), ("training.learning_rate=5e-3",)):  # another repository; and another training in this folder
+            run = posswap("train", "-c", path, *changes, *more, **online)
+            assert run.returncode == 0, run.stderr
+            model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+            assert hub.files("me/other")["model.safetensors"] == model
+            shutil.rmtree(tmp_path / "run" / "model")
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
     assert b"nll_32" in files["README.md"]

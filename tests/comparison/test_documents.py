@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from hf_posswap.comparison import read_documents
 from hf_posswap.comparison.documents import check_paths
@@ -122,3 +124,27 @@ def test_results_name_no_folder_above_what_was_given(tmp_path: Path, monkeypatch
     assert named("books") == {"source": "books", "names": below}
     monkeypatch.chdir(home / "books")
     assert named(".") == {"source": ".", "names": below}
+
+
+def test_a_stream_is_read_no_further_than_needed() -> None:
+    taken = 0
+
+    def stream() -> Iterator[dict[str, str]]:
+        nonlocal taken
+        while True:
+            text = TEXTS[taken % len(TEXTS)] if taken % 3 else "short"
+            taken += 1
+            yield {"text": text}
+
+    endless = IterableDataset.from_generator(stream)
+    found = read_documents(endless, TOKENIZER, length=20, limit=3)
+    assert found.names == ("text 1", "text 2", "text 4")
+    assert found.source == "the first 5 texts"
+    assert taken == 5
+    rows = [*islice(stream(), 9)]
+    for source in (rows, Dataset.from_list(rows), iter(rows)):
+        same = read_documents(source, TOKENIZER, length=20, limit=3)
+        np.testing.assert_array_equal(same.tokens, read_documents(iter(rows), TOKENIZER, length=20, limit=3).tokens)
+    assert read_documents(rows, TOKENIZER, length=20, limit=3).source == "9 texts"
+    with pytest.raises(DataError, match="0 of 100000 held-out documents have 20 tokens"):
+        read_documents(repeat(""), TOKENIZER, length=20, limit=3, begin=False)

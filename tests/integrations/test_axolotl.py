@@ -22,11 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_posswap
 from hf_posswap import PosswapCallback, swap_plan
 from hf_posswap.errors import ConfigError, DataError, PositionRangeError, SwapVerificationError
-from hf_posswap.integrations.axolotl import PosswapPlugin
+from hf_posswap.integrations.axolotl import PosswapPlugin, fitting_rows, settings_of
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.trainer_proof import model_inside
-from tests.training.engine_runs import write_model, write_texts
+from tests.training.engine_runs import cached_tokenizers, write_model, write_texts
 from tests.training.test_trainer_callback import rows, trainer
 from tests.training.tiny_models import tiny
 
@@ -76,9 +76,30 @@ def test_a_base_that_carries_the_swap_is_left_as_it_is_and_another_one_is_refuse
     plugin.post_model_build(YARN, model)
     assert swap_plan(model) == before
     other = hf_posswap.patch_model(tiny("llama"), "linear", factor=4)
-    plugin.post_model_build(YARN, other)
+    with pytest.raises(
+        ConfigError, match=r"scheme is 'yarn:factor=4', and my/base already carries linear.*before its swa"
+    ):
+        plugin.post_model_build(YARN | {"base_model": "my/base"}, other)
     with pytest.raises(SwapVerificationError, match="it carries linear"):
         trainer(other, tmp_path, *plugin.add_callbacks_pre_trainer(YARN, other)).train()
+
+
+def test_a_fit_of_a_base_that_is_swapped_is_refused(tmp_path: Path) -> None:
+    """Its callback proves no scheme, since a fit gives each layer its own: the base was trained as it was."""
+    base, texts = hf_posswap.patch_model(tiny("gpt2"), "alibi", max_length=256), write_texts(tmp_path / "texts")
+    for scheme in ("kerple", "alibi"):
+        section = {"scheme": scheme, "max_length": 256, "fit": 4, "fit_text": str(texts)}
+        with pytest.raises(ConfigError, match=r"posswap.fit is 4, and my/base already carries alibi.* fit_text out"):
+            PosswapPlugin().post_model_build({"posswap": section, "base_model": "my/base"}, base)
+
+
+def test_a_fit_reads_by_the_tokenizer_of_the_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached_tokenizers(tmp_path / "hub", monkeypatch)
+    texts = write_texts(tmp_path / "texts")
+    settings = settings_of({"posswap": {"scheme": "alibi", "fit": 2, "fit_text": str(texts)}})
+    bases = [{"base_model": "org/model"}, {"base_model": "org/model", "revision_of_model": "v1"}]
+    newest, first = (fitting_rows(settings, cfg, 40)[0].tolist() for cfg in bases)
+    assert newest[1:] != first[1:]
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "rope:partial=0.5"])

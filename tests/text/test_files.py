@@ -27,6 +27,29 @@ def test_a_folders_readme_is_no_document_at_any_depth(tmp_path: Path) -> None:
     assert [Path(name).name for name in read.names] == ["a.txt", "b.md", "readme-first.txt"]
 
 
+def test_what_is_hidden_in_a_folder_is_no_document(tmp_path: Path) -> None:
+    folder = tmp_path / ".cache" / "texts"  # a hidden folder around the one that is given hides nothing
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "more/.git/x/b.md", ".draft.txt", "more/c.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"the text of {name}")
+    assert files_below(folder) == [folder / "a.txt", folder / "more" / "c.txt"]
+    assert files_below(folder / ".draft.txt") == [folder / ".draft.txt"]
+    assert files_below(folder / "more" / ".git") == [folder / "more" / ".git" / "x" / "b.md"]
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / ".a.txt").write_text("hidden")
+    with pytest.raises(DataError, match=r"no file in or below it ends in .* \(hidden ones and READMEs do not count\)"):
+        files_below(tmp_path / "none")
+
+
+def test_blank_lines_between_rows_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n\n  \r\n{"text": "two"}\n\n')
+    assert [document.text for document in file_documents(path, "text")] == ["one", "two"]
+    path.write_text('{"text": "one"}\n\nno row\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3 is no JSON"):
+        list(file_documents(path, "text"))
+
+
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"nope")

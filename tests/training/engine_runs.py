@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import hf_posswap
@@ -33,6 +36,22 @@ def write_model(folder: Path, kind: str = "gpt2", **options: Any) -> Path:
     if kind == "bert":
         tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
     return hf_posswap.save(tiny(kind, **options), folder, tokenizer=tokenizer)
+
+
+def cached_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Put two revisions of org/model, v1 and main, into a cache of the Hub in `folder`, and return their tokenizers."""
+    first, newest = byte_tokenizer(), byte_tokenizer()
+    newest.add_tokens([*WORDS])
+    for name, tokenizer in (("v1", first), ("main", newest)):
+        commit = hashlib.sha1(name.encode()).hexdigest()
+        snapshot = folder / "models--org--model" / "snapshots" / commit
+        tokenizer.save_pretrained(snapshot)
+        (snapshot / "config.json").write_text('{"model_type": "gpt2"}')
+        reference = folder / "models--org--model" / "refs" / name
+        reference.parent.mkdir(exist_ok=True)
+        reference.write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    return first, newest
 
 
 def recipe(place: Path, *settings: str, kind: str = "gpt2", **values: Any) -> Recipe:

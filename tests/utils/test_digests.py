@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_posswap.utils.digests import weights_digest
+from hf_posswap.utils import digests
+from hf_posswap.utils.digests import read_array, sync_to_disk, weights_digest, write_array
+
+
+def test_files_are_synced_where_no_folder_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where a file is synced only if it is open to write."""
+
+    def open_as_windows(path: Path, flags: int) -> int:
+        if path.is_dir() or not flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.open(path, flags)
+
+    system = SimpleNamespace(**vars(os) | {"name": "nt", "open": open_as_windows})
+    monkeypatch.setattr(digests, "os", system)
+    digest = write_array(tmp_path / "a.npy", np.arange(3))
+    sync_to_disk(tmp_path / "a.npy")
+    found = read_array(tmp_path / "a.npy", digest)
+    assert found is not None
+    assert found.tolist() == [0, 1, 2]
 
 
 @settings(max_examples=20)

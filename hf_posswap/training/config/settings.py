@@ -31,7 +31,7 @@ class ModelSettings:
     Attributes:
         name: a folder, a GGUF file (on the Hub owner/name/file.gguf) or a Hub id.
         tokenizer: a folder or a Hub id; none: the model's own.
-        revision: of the Hub id.
+        revision: of the Hub id in name, for the weights and the model's own tokenizer.
         gguf_file: the GGUF file in name, where it holds several.
         dtype: of the weights in memory; training.bf16 and fp16 set the precision of the forward.
         attention: attention implementation; none: transformers' choice.

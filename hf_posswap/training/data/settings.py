@@ -24,8 +24,8 @@ class Source:
     Attributes:
         path: a file, or a folder of them: .txt, .md, .rst and .py files are one document each, .jsonl and .json lines
             and .parquet rows one each. Or a folder of `Dataset.save_to_disk`, "folder:split" if it has several splits;
-            or "org/name" or "org/name:split" of a data set on the Hub; or "python": the running Python's own sources
-            and documentation (a folder of that name is "./python").
+            or "org/name", "org/name:split" or "org/name@commit:split" of a data set on the Hub; or "python": the
+            running Python's own sources and documentation (a folder of that name is "./python").
         weight: share of the windows that come from here, in proportion to the other sources' weights.
         column: that holds the text of a row. A row without text there is a chat if it has messages, or prompt and
             completion, in TRL's formats (https://huggingface.co/docs/trl/dataset_formats); messages takes them from

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import HfApi, try_to_load_from_cache
 
 from hf_posswap.errors import ConfigError
 from hf_posswap.text.documents import (
@@ -25,6 +29,10 @@ SPLITS = ("train", "validation", "test")
 """Splits of a data set to take, in this order, if none is named."""
 Say = Callable[[str], None]
 _QUIET_SECONDS = 10.0
+_HUB_SECONDS = 100.0
+"""Most seconds of a request for the commit of a data set; datasets waits as long."""
+_COMMITS: dict[str, str] = {}
+"""The commits of data sets that this process reads: one each, so that all parts of a run read the same documents."""
 _MUCH_PADDING = 0.1
 """Share of the windows from which a line reports it."""
 _LEFT_OUT = {
@@ -86,7 +94,9 @@ def check_source(source: Source) -> None:
         require_datasets()
 
 
-def source_documents(source: Source, *, chats: bool = False) -> Iterator[tuple[Document, bool | None]]:
+def source_documents(
+    source: Source, *, chats: bool = False, commit: str | None = None
+) -> Iterator[tuple[Document, bool | None]]:
     """Yield each document of `source`, and whether it is held out; None: not decided by the source.
 
     The Python corpus holds out the documents on which models are measured by default.
@@ -94,14 +104,15 @@ def source_documents(source: Source, *, chats: bool = False) -> Iterator[tuple[D
     Args:
         source: of the documents.
         chats: whether a row without text may be a `Chat`; otherwise it is refused.
+        commit: of a data set on the Hub; None: the newest one.
 
     Raises:
         DataError, MissingDependencyError: it cannot be read.
     """
-    return islice(_documents(source, chats), source.documents)
+    return islice(_documents(source, chats, commit), source.documents)
 
 
-def _documents(source: Source, chats: bool) -> Iterator[tuple[Document, bool | None]]:
+def _documents(source: Source, chats: bool, commit: str | None) -> Iterator[tuple[Document, bool | None]]:
     if source.path == PYTHON:
         corpus = python_corpus()
         # alternating, so that a limit leaves some of both
@@ -113,9 +124,8 @@ def _documents(source: Source, chats: bool) -> Iterator[tuple[Document, bool | N
             yield document, False
         yield from ((document, True) for document in held_out)
     elif (data_set := hub_text(source.path)) is not None:
-        documents = hub_documents(
-            data_set, column=source.column, splits=SPLITS, streaming=source.streaming, chats=chats
-        )
+        pinned = replace(data_set, revision=commit or data_set.revision)
+        documents = hub_documents(pinned, column=source.column, splits=SPLITS, streaming=source.streaming, chats=chats)
         yield from ((document, None) for document in documents)
     else:
         for path in files_below(Path(source.path), SPLITS):
@@ -123,16 +133,34 @@ def _documents(source: Source, chats: bool) -> Iterator[tuple[Document, bool | N
 
 
 def source_identity(source: Source) -> dict[str, object]:
-    """Return what identifies the documents of `source`, as JSON: sizes and times of files, or the name of a data set.
+    """Return what identifies the documents of `source`, as JSON: sizes and times of files, or the commit of a data set.
+
+    The commit is the newest one on the Hub; without a connection, the one in the Hub's cache. Where both are unknown, a
+    digest of the documents takes its place.
 
     Raises:
-        DataError: a path does not exist.
+        DataError: a path does not exist, or the documents of a data set of unknown commit cannot be read.
     """
     identity: dict[str, object] = {"column": source.column, "documents": source.documents}
     if source.path == PYTHON:
         return identity | {"corpus": python_corpus().digest}
     if (data_set := hub_text(source.path)) is not None:
-        return identity | {"data set": str(data_set)}
+        name = identity["data set"] = str(data_set)
+        if name not in _COMMITS:
+            revision = data_set.revision
+            try:
+                sha = HfApi().dataset_info(data_set.name, revision=revision, timeout=_HUB_SECONDS).sha
+            except Exception:  # errors of the client's transport are no OSError
+                card = try_to_load_from_cache(data_set.name, "README.md", repo_type="dataset", revision=revision)
+                sha = Path(card).parent.name if isinstance(card, str) else None  # datasets reads the card first
+            if sha is not None:
+                _COMMITS[name] = sha
+        if name in _COMMITS:
+            return identity | {"commit": _COMMITS[name]}
+        digest = hashlib.sha256()
+        for document, _ in source_documents(source, chats=True):
+            digest.update(hashlib.sha256(document.text.encode()).digest())
+        return identity | {"content": digest.hexdigest()}
     paths = files_below(Path(source.path), SPLITS)
     below = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     files = [(str(path.resolve()), path.stat()) for path in below if path.is_file()]

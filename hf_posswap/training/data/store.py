@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ _DIGESTS, _ROWS = "digests.json", "rows.json"
 # Limits of a tokenizer call: fast tokenizers parallelize over documents, but memory must stay bounded.
 _AT_ONCE, _CHARACTERS = 256, 4_000_000
 _FLAGS = ".counted"
+_OF_THE_LOAD = ("is_local", "local_files_only", "name_or_path", "model_max_length")
+"""What a tokenizer's config says of where it was loaded from and where its model ends, which changes no token."""
+_SAMPLE = "The ship's 2 Masts,\n\tand 1,024 \u00dcber-long\u2019words: na\u00efve \u6771\u4eac \U0001f6a2  </s> <s>"
+"""Text with what tokenizers treat in different ways: case, accents, digits, blanks, other scripts, special tokens."""
 _SPLITS = ("train", "held_out")
 Placed = tuple[Document, bool | None]
 """A document, and whether it is held out; None: a hash of its text decides."""
@@ -104,9 +109,11 @@ def token_stores(
             count.
         CheckpointError: the cache cannot be written.
     """
+    origin = source_identity(source)
+    commit = None if origin.get("commit") is None else str(origin["commit"])
     identity = {
         "layout": _LAYOUT,
-        "source": source_identity(source),
+        "source": origin,
         "tokenizer": _tokenizer_identity(tokenizer),
         "begin": begin,
         "held_out": held_out,
@@ -125,13 +132,13 @@ def token_stores(
             with replacing(folder) as temporary:
                 temporary.mkdir()
                 chats = ChatEncoder(tokenizer, assistant_only, completion_only)
-                least_hash = _write(source, encoder, chats, held_out, temporary, say)
+                least_hash = _write(source, commit, encoder, chats, held_out, temporary, say)
                 if least_hash is not None:
                     share, chats = (
                         math.nextafter(least_hash, 1.0),
                         ChatEncoder(tokenizer, assistant_only, completion_only),
                     )
-                    _write(source, encoder, chats, share, temporary, say, requested_share=held_out)
+                    _write(source, commit, encoder, chats, share, temporary, say, requested_share=held_out)
                 write_json(temporary / "identity.json", identity)
     train_store, held_out_store = (_open(folder, split) for split in _SPLITS)
     return train_store, held_out_store
@@ -139,6 +146,7 @@ def token_stores(
 
 def _write(
     source: Source,
+    commit: str | None,
     encoder: _Encoder,
     chats: ChatEncoder,
     held_out: float,
@@ -151,6 +159,7 @@ def _write(
 
     Args:
         source: of the documents.
+        commit: of a data set on the Hub; None: unknown.
         encoder: turns text into tokens.
         chats: turns chats into tokens.
         held_out: share to hold out.
@@ -167,7 +176,7 @@ def _write(
     progress = TokenizingProgress(source, say)
     with ExitStack() as stack:
         splits = tuple(stack.enter_context(_SplitWriter(folder, split)) for split in _SPLITS)
-        groups = _groups(source_documents(source, chats=True))
+        groups = _groups(source_documents(source, chats=True, commit=commit))
         hash_positions, rows = _write_groups(groups, splits, encoder, chats, held_out, progress)
     lengths = {writer.split: writer.lengths for writer in splits}
     count = sum(map(len, lengths.values()))
@@ -375,13 +384,24 @@ def _open(folder: Path, split: str) -> TokenStore:
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    serialized = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
-    digest = hashlib.sha256(serialized.encode()).hexdigest()
+    """Return what decides the tokens of a text, as JSON: that in a fast tokenizer, or in the files of a slow one."""
+    backend, digest = getattr(tokenizer, "backend_tokenizer", None), hashlib.sha256()
+    if backend is not None:
+        digest.update(backend.to_str().encode())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            config_path = Path(folder) / "tokenizer_config.json"
+            config = read_json(config_path)
+            config_path.write_text(json.dumps({name: config[name] for name in config if name not in _OF_THE_LOAD}))
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                digest.update(json.dumps([path.relative_to(folder).as_posix(), path.read_bytes().hex()]).encode())
+        sample = tokenizer(_SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+        digest.update(json.dumps([tokenizer.get_vocab(), sample], sort_keys=True).encode())
     return {
         "class": type(tokenizer).__name__,
-        "digest": digest,
+        "digest": digest.hexdigest(),
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token,
         "chat_template": getattr(tokenizer, "chat_template", None),
-    }
+    } | ({"split_special_tokens": True} if getattr(tokenizer, "split_special_tokens", False) else {})

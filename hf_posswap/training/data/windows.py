@@ -124,7 +124,8 @@ def make_masking(tokenizer: PreTrainedTokenizerBase, share: float) -> Masking:
 class Order:
     """Maps an item's index to a source and a window of it.
 
-    Every 1000 items hold the sources in proportion to their weights; with one source, each pass has every window once.
+    Every 1000 items hold the sources in proportion to their weights, each at least once; of more than 1000 sources, so
+    many items as there are sources. With one source, each pass has every window once.
 
     Args:
         counts: windows of each source.
@@ -139,7 +140,7 @@ class Order:
 
     def __init__(self, counts: list[int], weights: list[float], seed: int) -> None:
         self.counts, self.seed = counts, seed
-        shares = _whole_shares(np.array(weights) / sum(weights), 1 if len(counts) == 1 else _BLOCK)
+        shares = _whole_shares(np.array(weights) / sum(weights), 1 if len(counts) == 1 else max(_BLOCK, len(counts)))
         pattern = np.repeat(np.arange(len(counts)), shares)
         self.pattern = np.random.default_rng((seed, 0)).permutation(pattern)
         self.shares = shares
@@ -165,7 +166,10 @@ class Order:
 
 
 def _whole_shares(shares: np.ndarray, total: int) -> np.ndarray:
-    """Return integers with sum `total`, proportional to `shares` by largest remainders, each at least 1."""
+    """Return integers with sum `total`, proportional to `shares` by largest remainders, each at least 1.
+
+    `total` is at least the number of shares.
+    """
     target = shares * total
     whole = np.maximum(1, np.floor(target).astype(np.int64))
     for _ in range(abs(total - int(whole.sum()))):

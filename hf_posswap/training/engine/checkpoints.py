@@ -32,7 +32,7 @@ from hf_posswap.training.config.settings import phases_of
 from hf_posswap.training.config.theirs import result_settings
 from hf_posswap.training.engine.parallel import Launch
 from hf_posswap.utils.atomic_io import read_json, read_object, write_json
-from hf_posswap.utils.digests import code_digests, weights_digest
+from hf_posswap.utils.digests import code_digests, sync_to_disk, weights_digest
 from hf_posswap.utils.format import said_by
 from hf_posswap.utils.user_paths import import_module
 
@@ -157,10 +157,21 @@ def _load_adapter(model: PreTrainedModel, folder: Path) -> None:
 
     if not (folder / _ADAPTER).is_file():
         raise CheckpointError(f"{folder} holds no {_ADAPTER} to resume from.")
-    load_result: Any = set_peft_model_state_dict(model, _read(folder / _ADAPTER))
-    if load_result.unexpected_keys:
+    try:
+        load_result: Any = set_peft_model_state_dict(model, _read(folder / _ADAPTER))
+    except KeyError as error:  # PEFT's for a weight of modules_to_save
         raise CheckpointError(
-            f"the adapter in {folder} does not fit: unknown {sorted(load_result.unexpected_keys)[:8]}."
+            f"the adapter in {folder} does not fit: missing {[*error.args]}, unknown []. Resume from another "
+            "checkpoint."
+        ) from error
+    state, lacking = model.state_dict(keep_vars=True), set(load_result.missing_keys)  # with the names of the base
+    loaded = {id(weight) for name, weight in state.items() if name not in lacking}  # one of several shared names is
+    trained = [name for name in sorted(lacking & state.keys()) if state[name].requires_grad]
+    missing = [name for name in trained if id(state[name]) not in loaded]
+    if missing or load_result.unexpected_keys:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit: missing {missing[:8]}, unknown "
+            f"{sorted(load_result.unexpected_keys)[:8]}. Resume from another checkpoint."
         )
 
 
@@ -176,11 +187,11 @@ def seal(folder: Path, step: int, identity: dict[str, object]) -> None:
     """
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"):
-        _fsync(path)
+        sync_to_disk(path)
         files[str(path.relative_to(folder))] = _digest(path)
     write_json(folder / SEAL, {"version": 1, "step": step, "identity": identity, "files": files})
-    _fsync(folder / SEAL)
-    _fsync(folder)
+    sync_to_disk(folder / SEAL)
+    sync_to_disk(folder)
 
 
 def take_place(unfinished: Path, target: Path) -> None:
@@ -189,7 +200,7 @@ def take_place(unfinished: Path, target: Path) -> None:
         shutil.rmtree(target)
     os.replace(unfinished, target)
     unfinished.parent.rmdir()
-    _fsync(target.parent)
+    sync_to_disk(target.parent)
 
 
 def rotate(folder: Path, keep: int | None) -> None:
@@ -279,14 +290,3 @@ def differences(old: object, new: object, key: str = "") -> list[tuple[str, obje
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    """Sync `path`, a file or a folder's entries, to disk."""
-    if os.name != "posix" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -18,6 +18,7 @@ import torch
 from hf_posswap.checkpoints.load import load
 from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.checkpoints.push import push
+from hf_posswap.checkpoints.run_artifacts import REPORT
 from hf_posswap.evaluation import near_the_base
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.plan.plan_swap import unwrap
@@ -50,7 +51,7 @@ _HOLDERS = {"config.json": (NAME, "posswap"), SIDECAR: ("training", "record")}
 _NONE = (None, "", "")
 _BASE = "weights of the base"
 _DATA = "documents of "
-REPORT = "report.json"
+_DESTINATION = ("hub_model_id", "hub_revision")
 _UNITS = {
     "next-token": "nats a token",
     "longce": "nats a token, weighted by longce",
@@ -218,7 +219,9 @@ def _on_device(model: nn.Module, recipe: Recipe) -> Any:
 def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -> dict[str, object]:
     """Verify and measure the saved model, write the report, and push if requested; return the report.
 
-    A second call measures if the recipe now evaluates otherwise, and repeats a push that failed.
+    The report of an earlier call is reused if it is of this training, by the identity in done.json and the results of
+    the phases, and `evaluation` is unchanged; one without an identity, of an older release, is not. Then a second call
+    repeats a push that failed, and pushes to another repository or branch.
 
     Args:
         recipe: as a whole.
@@ -226,16 +229,20 @@ def finish(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) ->
         results: of its phases.
         saved: folder of the finished model.
     """
-    path = run.folder / REPORT
+    fields = to_dict(recipe)
+    path, identity = run.folder / REPORT, read_object(saved.parent / DONE, identity=dict)["identity"]
     report = read_object(path, recipe=dict) if path.is_file() else {"recipe": {}}
-    if report["recipe"].get("evaluation") != to_dict(recipe)["evaluation"]:
+    is_same_training = report.get("identity") == identity and report.get("phases") == [asdict(each) for each in results]
+    if not is_same_training or report["recipe"].get("evaluation") != fields["evaluation"]:
         report = _report(recipe, run, results, saved)
-    if recipe.training.push_to_hub and "pushed" not in report:
+    destination, before = fields["training"], report["recipe"]["training"]
+    is_pushed = "pushed" in report and all(destination[key] == before.get(key) for key in _DESTINATION)
+    if recipe.training.push_to_hub and not is_pushed:
         training, trusted = recipe.training, recipe.model.trust_remote_code
         assert training.hub_model_id is not None
         private, branch = bool(training.hub_private_repo), training.hub_revision
         pushed = push(saved, training.hub_model_id, private=private, revision=branch, trust_remote_code=trusted)
-        report["pushed"] = pushed.url  # `push` reads the report for the card
+        report |= {"pushed": pushed.url, "recipe": fields}  # `push` reads the report for the card
         _write(run, report)
     for line in as_markdown(report).splitlines():
         run.say(line)
@@ -255,6 +262,7 @@ def _report(recipe: Recipe, run: Run, results: list[PhaseResult], saved: Path) -
         "model": str(recipe.model.name),
         "saved": str(saved.relative_to(run.folder)),
         "recipe": to_dict(recipe),
+        "identity": read_object(saved.parent / DONE, identity=dict)["identity"],
         "processes": run.launch.processes,
         "phases": [asdict(result) for result in results],
         "train_runtime": round(seconds, 3),

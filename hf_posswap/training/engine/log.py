@@ -6,7 +6,6 @@ The curve shows every measurement, the running mean, and held-out losses.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,11 @@ from hf_posswap.utils.untrusted import parse_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 
 _KEPT = ("loss", "grad_norm", "learning_rate")
@@ -123,7 +127,8 @@ class Watch(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         self._loss = float(logs["loss"])
-        self._more = f"lr {logs['learning_rate']:.2g}  {human_bytes(peak_memory())}"
+        peak = peak_memory()
+        self._more = f"lr {logs['learning_rate']:.2g}" + ("" if peak is None else f"  {human_bytes(peak)}")
         session_seconds = self.seconds - self._before
         session_steps = state.global_step - self._first
         self.log.write(
@@ -133,7 +138,7 @@ class Watch(TrainerCallback):
                 "tokens": state.global_step * self.tokens,
                 "tokens_per_second": round(session_steps * self.tokens / max(session_seconds, 1e-9), 1),
                 "seconds": round(self.seconds, 3),
-                "peak_memory": peak_memory(),
+                **({} if peak is None else {"peak_memory": peak}),
             }
         )
 
@@ -159,10 +164,12 @@ class Watch(TrainerCallback):
         self._task = None
 
 
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes, of its GPU if it has one."""
+def peak_memory() -> int | None:
+    """Return the peak memory of this process in bytes, of its GPU if it has one; None: not known, as on Windows."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
+    if resource is None:
+        return None
     max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max_rss if sys.platform == "darwin" else 1024 * max_rss
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 
+from hf_posswap.checkpoints.run_artifacts import REPORT
 from hf_posswap.checkpoints.save import refuse_to_replace, replacing_checkpoint, write_files
 from hf_posswap.compat.transformers_models import load_whole
 from hf_posswap.errors import CheckpointError, TrainingStoppedError
@@ -129,6 +130,7 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
         _refuse_other_training(weights.parent, run.identity)
     for line in prepared.messages:
         run.say(line)
+    use_cache = getattr(prepared.model.config, "use_cache", None)
     prepared.messages = _first_messages(folder / _GATES, prepared.messages, run, resumes=resumes)
     log = RunLog(folder / LOG, writes=run.main)
     trainer = _trainer(phase, run, prepared, folder)
@@ -153,7 +155,10 @@ def run_phase(phase: Phase, run: Run, weights: Path | None) -> PhaseResult:
     finally:
         watch.close()
     steps = trainer.state.global_step
-    prepared.model.config.use_cache = True  # the Trainer turned it off
+    if use_cache is None:
+        del prepared.model.config.use_cache  # the Trainer added it
+    else:
+        prepared.model.config.use_cache = use_cache  # the Trainer turned it off
     if recipe.swap.gradual_steps:
         prepared.plan = swap_plan(finish_blend(prepared.model, max_length=recipe.swap.max_length))
     if prepared.plan is not None and prepared.tokenizer.model_max_length == prepared.window:
@@ -253,6 +258,7 @@ def _write_model(trainer: PosswapTrainer, prepared: Prepared, folder: Path, reci
         trainer.write_model(gathered)
     if not run.main:
         return
+    (run.folder / REPORT).unlink(missing_ok=True)  # it is of the model that is replaced
     with replacing_checkpoint(folder / MODEL, overwrite=True) as temporary:
         if is_sharded:
             gathered.rename(temporary)

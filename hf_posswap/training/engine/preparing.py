@@ -278,13 +278,20 @@ def load_model(recipe: Recipe) -> PreTrainedModel:
 def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model to start from, with the end-of-text token that the recipe names.
 
+    The model's own is that of model.revision; one that model.tokenizer names has no revision.
+
     Raises:
         DataError: it cannot be read, or has no such token.
         RemoteCodeError: it needs remote code, which the recipe does not allow.
     """
     settings = recipe.model
-    trust = {TRUST: settings.trust_remote_code}
-    tokenizer = load_tokenizer(settings.tokenizer or settings.source, instead="name one as model.tokenizer", **trust)
+    hub = {} if settings.tokenizer is not None or settings.revision is None else {"revision": settings.revision}
+    tokenizer = load_tokenizer(
+        settings.tokenizer or settings.source,
+        instead="name one as model.tokenizer",
+        trust_remote_code=settings.trust_remote_code,
+        **hub,
+    )
     return with_eos_token(tokenizer, recipe.data.eos_token)
 
 

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import CTRLTokenizer
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from hf_posswap.comparison.documents import check_paths, read_documents
 from hf_posswap.errors import ConfigError, DataError, MissingDependencyError, PositionRangeError
-from hf_posswap.text.documents import HubText, files_below
+from hf_posswap.text.documents import HubText, files_below, hub_text
 from hf_posswap.text.stdlib import python_corpus
 from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.data import DataSettings, Source, build_data, prove_packing
@@ -30,6 +34,7 @@ from hf_posswap.training.data.build import concatenation_order
 from hf_posswap.training.data.cutting import LEAST, concatenate_documents, cut_pieces, pack_pieces, repeat_pieces
 from hf_posswap.training.data.sources import TokenizingProgress, check_source
 from hf_posswap.training.data.windows import Order, make_masking, pose_draw, random_positions
+from tests.checkpoints.loopback import TOKEN, Repo, running
 from tests.training.data.test_packing import built, masked_tokenizer
 from tests.training.tiny_models import tiny
 
@@ -151,6 +156,115 @@ def test_tokens_are_made_once_and_anew_when_anything_changed(tmp_path: Path, mon
     settings = DataSettings((Source(str(path)),), cache=tmp_path / "cache", length=16, held_out=0.2)
     build_data(settings, masked_tokenizer(), causal=False, scheme_length=16)
     assert len(written) == 4
+
+
+def at_commit(tmp_path: Path, commit: str | None, text: str, branch: str = "main") -> None:
+    """Have datasets read one version of org/set, of the folder of that name, with `commit` in the cache of the Hub."""
+    folder = tmp_path / "org" / "set"
+    folder.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows([f"{text}: {row}" for row in TEXTS])).to_parquet(folder / "train.parquet")
+    if commit is not None:
+        cached = tmp_path / "hub" / "datasets--org--set"
+        for path, content in ((f"refs/{branch}", commit), (f"snapshots/{commit}/README.md", "# A set")):
+            (cached / path).parent.mkdir(parents=True, exist_ok=True)
+            (cached / path).write_text(content)
+
+
+def read_set(tmp_path: Path, name: str = "org/set") -> str:
+    """Return the text before the colon in the documents of org/set, as a new process reads them."""
+    reading._COMMITS.clear()
+    (text,) = {document.partition(":")[0] for document in texts_of(data(tmp_path, Source(name)).train.stores[0])}
+    return text
+
+
+@pytest.fixture
+def hub_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    # datasets finds the folder of that name offline; hub_text takes it for a path
+    monkeypatch.setattr(reading, "hub_text", lambda path: HubText("org/set", None, path.partition("@")[2] or None))
+    yield
+    reading._COMMITS.clear()
+
+
+@pytest.mark.usefixtures("hub_set")
+def test_the_tokens_of_a_data_set_are_those_of_its_commit(tmp_path: Path) -> None:
+    at_commit(tmp_path, "a" * 40, "old")
+    assert read_set(tmp_path) == "old"
+    at_commit(tmp_path, None, "new")
+    assert read_set(tmp_path) == "old"  # of the commit in the cache of the Hub, whose tokens are there
+    at_commit(tmp_path, "b" * 40, "new")
+    assert read_set(tmp_path) == "new"
+    at_commit(tmp_path, "a" * 40, "new", branch="v1")
+    assert read_set(tmp_path, "org/set@v1") == "new"
+    (tmp_path / "hub" / "datasets--org--set" / "refs" / "main").unlink()
+    written = len([*(tmp_path / "cache" / "tokens").iterdir()])
+    for text in ("old", "newer", "newer"):  # of an unknown commit: what it is, is read
+        at_commit(tmp_path, None, text)
+        assert read_set(tmp_path) == text
+    assert len([*(tmp_path / "cache" / "tokens").iterdir()]) == written + 4  # two folders with their locks
+
+
+@pytest.mark.usefixtures("hub_set")
+def test_the_commit_of_a_data_set_is_the_newest_one_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with running() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        repo = hub.repos["org/set"] = Repo(False, {"a" * 40: {}, "b" * 40: {}}, {"main": "a" * 40, "v1": "a" * 40})
+        for commit in ("a" * 40, "b" * 40):
+            repo.branches["main"] = commit
+            reading._COMMITS.clear()
+            assert reading.source_identity(Source("org/set"))["commit"] == commit
+        repo.branches["main"] = "a" * 40
+        assert reading.source_identity(Source("org/set"))["commit"] == "b" * 40  # one process reads one commit
+        assert reading.source_identity(Source("org/set@v1"))["commit"] == "a" * 40
+        pinned = []
+        monkeypatch.setattr(reading, "hub_documents", lambda source, **how: pinned.append(source) or iter(()))
+        assert not list(reading.source_documents(Source("org/set"), commit="b" * 40))
+        assert pinned == [HubText("org/set", None, "b" * 40)]
+
+
+def test_a_revision_of_a_data_set_can_be_named() -> None:
+    assert hub_text("org/set@refs/pr/1:test") == HubText("org/set", "test", "refs/pr/1")
+    assert hub_text("org/set@v1.0") == HubText("org/set", None, "v1.0")
+    assert str(HubText("org/set", "test", "v1.0")) == "org/set@v1.0:test"
+
+
+def slow_bert(folder: Path, **options: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Hello", "hello"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    return BertTokenizerLegacy(str(folder / "vocab.txt"), **options)
+
+
+def slow_ctrl(folder: Path, merges: str) -> Any:
+    folder.mkdir(exist_ok=True)
+    words = ("a", "b", "c", "ab</w>", "bc</w>", "<unk>", "c</w>", "a@@")
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text(merges)
+    return CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+def test_tokenizers_that_read_a_text_differently_share_no_tokens(tmp_path: Path) -> None:
+    """Of equal vocabularies: case and merges of slow ones, and special tokens in the text, were not told apart."""
+    whole, split = byte_tokenizer(), byte_tokenizer()
+    split.split_special_tokens = True
+    merges = ("#v\na b\nb c</w>\n", "#v\nb c</w>\na b\n")
+    pairs = [
+        ([slow_bert(tmp_path / "bert", do_lower_case=lower) for lower in (True, False)], "Hello"),
+        ([slow_ctrl(tmp_path / f"ctrl{number}", lines) for number, lines in enumerate(merges)], "abc"),
+        ([whole, split], whole.eos_token),
+    ]
+    for tokenizers, text in pairs:
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
+        assert ids[0] != ids[1]
+        assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+        identities = [storing._tokenizer_identity(tokenizer) for tokenizer in tokenizers]
+        assert identities[0] != identities[1]
+        folder = tmp_path / type(tokenizers[0]).__name__
+        tokenizers[0].save_pretrained(folder)
+        assert storing._tokenizer_identity(type(tokenizers[0]).from_pretrained(folder)) == identities[0]
 
 
 def test_groups_of_any_size_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +411,14 @@ def test_no_document_follows_itself_while_others_are_to_be_read_again(times: lis
     for number, end in enumerate(itertools.accumulate(rounds)):
         assert len(set(order[end - rounds[number] : end])) == rounds[number]
     assert all(one != next_one for one, next_one in itertools.pairwise(order[: sum(rounds)]))
+
+
+def test_each_of_many_sources_is_read_at_least_once_in_a_block() -> None:
+    for count in (999, 1000, 1001, 2500):
+        order = Order([5] * count, [1.0 + (number % 7) for number in range(count)], 0)
+        assert set(order.pattern.tolist()) == set(range(count))
+        assert len(order.pattern) == max(1000, count)
+        assert {order.at(item)[0] for item in range(len(order.pattern))} == set(range(count))
 
 
 def test_concatenated_documents_are_separated_and_predicted_across(tmp_path: Path) -> None:

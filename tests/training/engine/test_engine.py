@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
 import re
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,13 @@ from hf_posswap.training import byte_tokenizer
 from hf_posswap.training.adapting import nll_at_lengths
 from hf_posswap.training.config import Recipe
 from hf_posswap.training.data import build_data
-from hf_posswap.training.engine import preparing
+from hf_posswap.training.engine import log, preparing
 from hf_posswap.training.engine.log import RunLog
 from hf_posswap.training.engine.parallel import Launch, refuse_silent_errors
-from hf_posswap.training.engine.preparing import load_model, prepare
+from hf_posswap.training.engine.preparing import load_model, load_recipe_tokenizer, prepare
 from hf_posswap.training.engine.services import Services
 from hf_posswap.utils.progress import Reporter
-from tests.training.engine_runs import assert_same_weights, recipe, trained, weights_of, write_model
+from tests.training.engine_runs import assert_same_weights, cached_tokenizers, recipe, trained, weights_of, write_model
 
 
 def schedule_of(wanted: Recipe, optimizer: torch.optim.Optimizer) -> Any:
@@ -128,6 +131,72 @@ def test_a_finished_training_is_measured_anew_if_its_evaluation_has_changed(tmp_
     assert again.report["nll"] == {"32": 32.0, "64": 64.0}
     assert json.loads((done.folder / "report.json").read_text()) == again.report
     assert (done.model / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_the_tokenizer_is_of_the_revision_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, newest = cached_tokenizers(tmp_path / "hub", monkeypatch)
+    model = {"name": "org/model"}
+    for settings, expected in (({}, newest), ({"revision": "v1"}, first), ({"revision": "main"}, newest)):
+        assert load_recipe_tokenizer(recipe(tmp_path, model=model | settings)).get_vocab() == expected.get_vocab()
+    own = recipe(tmp_path, model=model | {"revision": "v1", "tokenizer": str(tmp_path / "gpt2")})
+    assert load_recipe_tokenizer(own).get_vocab() == byte_tokenizer().get_vocab()
+
+
+def test_another_training_in_the_same_folder_has_its_own_report(tmp_path: Path) -> None:
+    """Someone deletes the model and its checkpoints, and trains again there."""
+    services = Services(lambda model, documents, lengths, limit: {length: float(length) for length in lengths})
+    settings = ("training.max_steps=2", "training.warmup_steps=0", "evaluation.lengths=[32]")
+    first = trained(tmp_path, *settings, services=services)
+
+    def again(*changes: str) -> dict[str, Any]:
+        shutil.rmtree(first.folder / "checkpoints")
+        shutil.rmtree(first.folder / "model")
+        report = trained(tmp_path, *settings, *changes, services=services).report
+        assert report == json.loads((first.folder / "report.json").read_text())
+        assert report["identity"] == json.loads((first.folder / "done.json").read_text())["identity"]
+        assert "posswap_training" in json.loads((first.model / "config.json").read_text())
+        return report
+
+    other = again("training.learning_rate=5e-3")
+    assert other["recipe"]["training"]["learning_rate"] == 5e-3
+    assert other["phases"][0]["last_loss"] != first.report["phases"][0]["last_loss"]
+    assert again("training.learning_rate=5e-3")["phases"] != other["phases"]  # the seconds are those of this training
+    older = first.folder / "report.json"
+    older.write_text(json.dumps({name: value for name, value in other.items() if name != "identity"} | {"nll": {}}))
+    assert trained(tmp_path, *settings, "training.learning_rate=5e-3", services=services).report["nll"] == {"32": 32.0}
+
+
+def test_the_log_has_no_peak_memory_where_the_system_does_not_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where Python has no module resource: training could not be imported."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    spec = importlib.util.spec_from_file_location("log_on_windows", log.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    on_windows = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "log_on_windows", on_windows)
+    spec.loader.exec_module(on_windows)
+    assert on_windows.peak_memory() is None
+    assert log.peak_memory() is not None
+    monkeypatch.setattr(log, "resource", on_windows.resource)
+    done = trained(tmp_path, "training.max_steps=1", "training.warmup_steps=0")
+    (entry,) = (json.loads(line) for line in (done.folder / "log.jsonl").read_text().splitlines())
+    assert entry["loss"] > 0
+    assert "peak_memory" not in entry
+
+
+def test_the_config_of_the_finished_model_has_the_cache_as_the_base_had_it(tmp_path: Path) -> None:
+    for use_cache in (False, True):
+        place = tmp_path / str(use_cache)
+        write_model(place / "gpt2")
+        config = json.loads((place / "gpt2" / "config.json").read_text()) | {"use_cache": use_cache}
+        (place / "gpt2" / "config.json").write_text(json.dumps(config))
+        done = trained(place, "training.max_steps=1", "training.warmup_steps=0")
+        assert json.loads((done.model / "config.json").read_text())["use_cache"] is use_cache
+    done = trained(tmp_path, "training.max_steps=1", "training.warmup_steps=0", "objective.kind=masked", kind="bert")
+    base, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "bert", done.model))
+    assert after.get("use_cache") == base.get("use_cache")
 
 
 @pytest.mark.slow
