@@ -101,23 +101,17 @@ def _entry_of(results: Results, plan: SwapPlan | None, training: TrainingRecord 
     )
 
 
-def _lengths(results: Results, label: str) -> tuple[list[dict[str, Any]], str | None]:
+def _lengths(results: Results, label: str) -> tuple[list[dict[str, Any]], str]:
     """Return the rows of perplexities of a model by length, those that it cannot read too, and its verdict."""
-    model, base = results.values["models"][label], results.values["base"]
+    model = results.values["models"][label]
     cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
     scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
-    said = model.get("conclusion") or {}
+    said, vectors = model.get("conclusion") or {}, model.get("vectors") or []
     verdict = " ".join(said[name] for name in ("text", "inside") if said.get(name))
-    rows = sorted([*scores, *cannot], key=lambda row: row["length"])
-    return rows, verdict or _nearness(model.get("vectors"), base)
-
-
-def _nearness(rows: Any, base: str) -> str | None:
-    """Return how near an encoder's vectors are to the base's, by length, as text; None: it was not measured."""
-    if not rows:
-        return None
-    cosines = ", ".join(f"{row['cosine']:.3f} at {row['length']:,} tokens" for row in rows)
-    return f"Mean cosine of its vectors to those of {base}: {cosines}."
+    cosines = ", ".join(f"{row['cosine']:.3f} at {row['length']:,} tokens" for row in vectors)
+    if cosines and not verdict:  # of an encoder
+        verdict = f"Mean cosine of its vectors to those of {results.values['base']}: {cosines}."
+    return sorted([*scores, *cannot], key=lambda row: row["length"]), verdict
 
 
 @contextmanager
@@ -164,7 +158,7 @@ def evaluation(
     entries = [_entry(name, value, data, task) for name, value in perplexities.items() if value is not None]
     notes = [f"> {markdown_text(each)}" for each in results.values.get("notes", [])]
     note = f"Text: {markdown_text(data)}. In brackets: 95 % interval over documents."
-    texts = [markdown_text(verdict or ""), _beside_controls(results, mine, plan), note, *notes]
+    texts = [markdown_text(verdict), _beside_controls(results, mine, plan), note, *notes]
     return "\n\n".join(text for text in texts if text), entries
 
 
