@@ -18,7 +18,7 @@ from hf_posswap.checkpoints.adapters import (
     import_peft,
     without_peft_warning,
 )
-from hf_posswap.compat.peft_wrappers import LEFT_OVER, read_adapter_weights
+from hf_posswap.compat.peft_wrappers import LEFT_OVER, MISSING, read_adapter_weights
 from hf_posswap.compat.transformers_loading import auto_mapping, file_of, ignored_on_load
 from hf_posswap.compat.transformers_models import building_on_meta
 from hf_posswap.errors import CheckpointError, PosswapError, RecordError, RemoteCodeError
@@ -452,17 +452,20 @@ def _with_adapter(model: PreTrainedModel, source: str | Path, trainable: bool, h
     except Exception as error:  # PEFT may raise anything, given a config that holds other types than it asks for
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the adapter {str(source)!r} cannot be loaded: {reason}") from error
-    left_over = vars(adapted).pop(LEFT_OVER, ())
-    if left_over:
+    left_over, missing = vars(adapted).pop(LEFT_OVER, ()), vars(adapted).pop(MISSING, ())
+    if left_over or missing:
         name, task = type(unwrap(model)).__name__, getattr(adapted.active_peft_config, "task_type", None)
         if hasattr(adapted.base_model, "unload"):  # the model is the caller's; an active copy would take its place
             adapted.delete_adapter(adapted.active_adapter)
             adapted.base_model.unload()
+        names = ", ".join((left_over or missing)[:4]) + (" and more" if len(left_over or missing) > 4 else "")
         raise CheckpointError(
-            f"the adapter {str(source)!r} holds weights that {name} has no place for: {', '.join(left_over[:4])}"
-            f"{f' and {len(left_over) - 4} more' if len(left_over) > 4 else ''}. It was trained on another class"
-            f"{f', for the task {task}' if task else ''}. What works: its base as that class, by model_class of "
-            "hf_posswap.load, such as AutoModelForSequenceClassification, with num_labels as it was."
+            f"the adapter {str(source)!r} holds weights that {name} has no place for: {names}. It was trained on "
+            f"another class{f', for the task {task}' if task else ''}. What works: its base as that class, by "
+            "model_class of hf_posswap.load, such as AutoModelForSequenceClassification, with num_labels as it was."
+            if left_over
+            else f"the adapter {str(source)!r} lacks weights that its config asks for: {names}. PEFT would leave them "
+            "as it made them. Take its weights and its config from the same save."
         )
     return adapted
 

@@ -23,6 +23,8 @@ ChangeWeights = Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]
 """Takes a model and weights of it, and returns the weights to use instead."""
 LEFT_OVER = "posswap_left_over"
 """Attribute of a PEFT model: the names of the weights, of the adapter read last, that it has no place for."""
+MISSING = "posswap_missing"
+"""Attribute of a PEFT model: the names of the weights that the adapter read last lacks."""
 _WRAPPED = re.compile(r"\.(modules_to_save\.[^.]+|original_module|base_layer)\.")
 
 
@@ -296,8 +298,9 @@ def watch_adapters(
     """Have three functions called where PEFT's models save themselves, and load adapters.
 
     Touches `PeftModel.save_pretrained`, `.from_pretrained` and `.load_adapter` by the names of their arguments,
-    `is_prompt_learning` of a config, and `unexpected_keys` of what the last one returns, kept as `LEFT_OVER` (peft 0.18
-    to 0.21). Without it an adapter that PEFT, TRL or a Trainer saves says nothing of the swap of its base.
+    `is_prompt_learning` of a config, and `unexpected_keys` and `missing_keys` of what the last one returns, kept as
+    `LEFT_OVER` and `MISSING` (peft 0.18 to 0.21). Without it an adapter that PEFT, TRL or a Trainer saves says nothing
+    of the swap of its base.
 
     Args:
         module: `peft.peft_model`.
@@ -329,7 +332,7 @@ def watch_adapters(
         left_over = tuple(getattr(result, "unexpected_keys", ()))
         if self.peft_config[given["adapter_name"]].is_prompt_learning:  # PEFT takes prompts, which are not in the base
             left_over = tuple(name for name in left_over if name.startswith("base_model."))
-        vars(self)[LEFT_OVER] = left_over
+        vars(self).update({LEFT_OVER: left_over, MISSING: tuple(getattr(result, "missing_keys", ()))})
         return result
 
     @functools.wraps(begin)

@@ -712,6 +712,11 @@ def test_a_loop_that_loads_the_weights_itself_has_the_same(kind: str, tmp_path: 
     missing = re.escape(first.rpartition(".")[0])
     with pytest.raises(CheckpointError, match=rf"adapter does not fit: missing \['{missing}.*'\], unknown \[\]"):
         load_weights(staged, tmp_path / "adapter")
+    whole = on_base(base, "kerple").eval()
+    before = logits(whole, IDS)
+    with pytest.raises(CheckpointError, match="lacks weights that its config asks for|cannot be loaded: KeyError"):
+        load_adapter(whole, tmp_path / "adapter")
+    assert torch.equal(logits(whole, IDS), before)
     for scheme, error in (
         ("alibi", RecordError),
         ("nope", RuntimeError),
