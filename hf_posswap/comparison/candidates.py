@@ -140,7 +140,8 @@ class Subject:
         scoring: its scorer, with chunked prefill if the longest length needs it; None for a model with an encoder.
         reach: the lengths that it can run.
         plan: its swap plan, or None.
-        identity: everything that its numbers depend on, as JSON data.
+        identity: what its losses and answers depend on, as JSON data. Its times and memory also depend on the
+            machine, which `measure_length_cost` adds; losses on one differ from another's by the order of sums alone.
     """
 
     name: str

@@ -483,6 +483,21 @@ def test_costs_are_reported_where_there_is_room_to_decode() -> None:
     assert models["GPT2LMHeadModel+rope"]["cost"][1]["cache_bytes"] == 2 * 16 * 128 * 4
 
 
+def test_costs_are_measured_again_with_another_number_of_threads_and_losses_are_not(tmp_path: Path) -> None:
+    settings = EvalSettings(lengths=(64,), metrics=("ppl_prefix", "cost"))
+    before, computed = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            arguments: dict[str, Any] = {"settings": settings, "out": tmp_path, "pictures": False}
+            evaluation = evaluate(gpt2(), documents=TEXTS, tokenizer=TOKENIZER, **arguments)
+            computed.append(evaluation.computed)
+            assert evaluation.results["environment"]["threads"] == threads
+    finally:
+        torch.set_num_threads(before)
+    assert computed == [len(TEXTS) + 1, 1, 0]
+
+
 def test_a_model_of_no_known_family_is_measured_length_by_length() -> None:
     config = MambaConfig(vocab_size=257, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=None)
     settings = EvalSettings(lengths=(32, 64), metrics=("ppl_prefix", "offset_probe"))
