@@ -1,4 +1,4 @@
-"""Devices and dtypes as callers give them, and what decides how a tensor is computed with: its device, mixed precision.
+"""Devices and dtypes as callers give them, and what decides how is computed: device, mixed precision, eval mode.
 
 Where torch's own attention is not asked, `torch.autocast` narrows queries, keys and values in the calls that it knows,
 and rotations widen queries and keys: a model may pass float32 queries with bfloat16 values.
@@ -142,6 +142,19 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which no operator narrows its inputs on the device of `tensor`."""
     device = tensor.device.type
     return nullcontext() if device in _WITHOUT_AUTOCAST else torch.autocast(device, enabled=False)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode inside the block, then restore the mode of each module."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def available_bytes(device: torch.device) -> int | None:
