@@ -324,7 +324,16 @@ def tokenizer_for(
         raise DataError("a model object has no tokenizer: give tokenizer=.")
     (first, tokenizer), *others = tokenizers.items()
     for source, other in others:
-        if other(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
+        if _content(other) != _content(tokenizer):
             why = "have different tokenizers: their losses per token cannot be compared"
-            raise DataError(f"{first} and {source} {why}.")
+            raise DataError(f"{first} and {source} {why}. If they cut your texts alike, give one as tokenizer=.")
     return tokenizer
+
+
+def _content(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """Return what decides the ids of any text: not how many of them a caller last wanted, or with what padding."""
+    ids = tokenizer(_SAMPLE, verbose=False)["input_ids"]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ids, tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    return ids, json.loads(backend.to_str()) | {"truncation": None, "padding": None}

@@ -47,7 +47,7 @@ from hf_posswap.comparison import (
     measures,
     read_documents,
 )
-from hf_posswap.comparison.candidates import fingerprint, shell_of
+from hf_posswap.comparison.candidates import fingerprint, shell_of, tokenizer_for
 from hf_posswap.comparison.tables import grid_of
 from hf_posswap.comparison.work import ProgressEstimator
 from hf_posswap.compat.transformers_attention import register_attention_function
@@ -596,6 +596,15 @@ def test_models_of_different_tokenizers_are_refused_however_they_are_given(tmp_p
     for models in (folders, [first, folders[1]], [folders[0], second], [first, Candidate(second, name="second")]):
         with pytest.raises(DataError, match=r"have different tokenizers: their losses per token cannot be compared"):
             compare(models, **arguments)
+    added = copy.deepcopy(TOKENIZER)
+    added.add_tokens(["import torch"])  # which is not in the sample text
+    hf_posswap.save(gpt2(2), tmp_path / "added", tokenizer=added)
+    with pytest.raises(DataError, match="give one as tokenizer="):
+        compare([folders[0], str(tmp_path / "added")], **arguments)
+    truncating = copy.deepcopy(TOKENIZER)
+    truncating("a", truncation=True, max_length=7)  # a state of the backend, and no other ids
+    hf_posswap.save(gpt2(3), tmp_path / "truncating", tokenizer=truncating)
+    tokenizer_for([Candidate(folders[0]), Candidate(str(tmp_path / "truncating"))])
     second.config.name_or_path = "a folder that is gone"
     compare([folders[0], second], **arguments)
 
