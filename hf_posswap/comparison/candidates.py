@@ -233,8 +233,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     """
     from transformers import __version__ as transformers_version
 
-    target = unwrap(model)
-    reach = reach_of(target)
+    reach = reach_of(target := unwrap(model))
     most = longest if reach.limit is None else min(longest, reach.limit)
     prefill = choose_prefill(target, most, reach)
     scoring = Scorer(target, prefill=prefill) if reach.causal else None

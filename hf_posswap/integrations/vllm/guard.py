@@ -52,9 +52,9 @@ HEAD_NAME = "lm_head"
 """Its name in that backend."""
 _IDS = torch.arange(8)[None]  # [1, L]
 _CLOSE = 1e-4
-_SCALES = ("_scale", "_scaling", "_multiplier", "_softcapping", "_softcap")
+_SCALES = ("scale", "scaling", "multiplier", "softcapping", "softcap")
 """Ends of the names of numbers that scale: with a default of None, the config does not tell that they are floats."""
-_INSTALLED = "_posswap_guard"
+_INSTALLED = "posswap_guard"
 
 
 def head_name(model_class: type[PreTrainedModel]) -> str:
