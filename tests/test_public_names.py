@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_posswap
-from hf_posswap.utils.public_names import read_homes
+from hf_posswap.utils.public_names import after_import, read_homes
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {"peft", "datasets", "accelerate", "matplotlib", "lm_eval", "liger_kernel", "sentence_transformers"}
@@ -145,3 +146,44 @@ def test_the_registries_are_full_when_they_are_asked() -> None:
     registered, families = map(int, run.stdout.split())
     assert registered >= len(schemes)
     assert families >= 20
+
+
+@pytest.mark.parametrize("before", ["probe", "interrupted"])
+def test_what_waits_for_an_import_is_done_by_the_import_that_succeeds(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that was only looked for, or whose import Ctrl-C ended, is still watched; two actions run once each."""
+    name = f"watched_{before}"
+    (tmp_path / f"{name}.py").write_text(
+        "import sys\nif not hasattr(sys, '_watched'):\n"
+        "    sys._watched = True\n    raise KeyboardInterrupt\nREADY = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "_watched", True, raising=False)
+    acted: list[int] = []
+    for number in (1, 2):
+        after_import(name, "READY", lambda module, number=number: acted.append(number * module.READY))
+    if before == "probe":
+        assert importlib.util.find_spec(name) is not None
+    else:
+        del sys._watched  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            importlib.import_module(name)
+    assert acted == []
+    importlib.reload(importlib.import_module(name))
+    assert acted == [1, 2]
+    after_import(name, "READY", lambda module: acted.append(3))
+    assert acted == [1, 2, 3]
+
+
+def test_a_probe_for_transformers_leaves_the_auto_classes_to_be_registered() -> None:
+    code = (
+        "import importlib.util, hf_posswap\n"
+        "assert importlib.util.find_spec('transformers.models.auto.configuration_auto')\n"
+        "from transformers import AutoConfig\n"
+        "import sys\n"
+        "print('hf_posswap.checkpoints.auto' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import socket
+import ssl
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +21,9 @@ from hf_posswap.utils.hub_session import HubSession, retry_after, unreachable_er
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-_TRANSPORTS = ("httpx", "httpx2", "httpcore", "hf_xet")
+_TRANSPORTS = ("requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2", "hf_xet")
+_BROKEN = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOTCONN)
 _TRIES = 3
 _ASKING = 15.0  # seconds for asking what became of a commit, when the time for all is over
 _PIECE = 1 << 20
@@ -88,12 +94,12 @@ def _deepest(error: BaseException) -> Any:
 
 def _advice(error: Exception) -> str | None:
     """Return what to do about `error`; None where it is not about the Hub."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     cause, status = _deepest(error), status_of(error)
     if isinstance(cause, OfflineModeIsEnabled) and not isinstance(cause, unreachable_error()):
         return "HF_HUB_OFFLINE is set. Unset it, or use dry_run to see what would go."
-    if status in (401, 403):
+    if status in (401, 403) or isinstance(cause, LocalTokenNotFoundError):
         return "Nothing was committed: log in with `hf auth login`, or pass a token that may write there."
     if status == 404:
         return "Nothing was committed: check the name and the revision, and that the token may see the repository."
@@ -109,18 +115,29 @@ def _advice(error: Exception) -> str | None:
         return "Nothing was committed: correct that and push again."
     if isinstance(cause, _UNREADABLE):
         return "Nothing was committed: push again, and check what stands between here and the Hub."
-    if _is_about_the_wire(error):
-        return "Nothing was committed: check the connection and push again."
+    return _local_advice(error)
+
+
+def _local_advice(error: BaseException) -> str | None:
+    """Return what to do about the connection or this machine, or None: `error` is about neither.
+
+    It goes by the types of `error` and its causes. The compiled hf_xet raises RuntimeError for what fails on the wire:
+    that one has no Python frame below those of the Hub's client.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    for each in chain:
+        home, trace = type(each).__module__.partition(".")[0], each.__traceback__
+        if type(each) is RuntimeError and each.__cause__ is None and trace is not None:
+            home = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)][-1].partition(".")[0]
+        of_client = home == "huggingface_hub" and isinstance(each, OSError | RuntimeError)
+        unreachable = isinstance(each, _BROKEN) or getattr(each, "errno", None) in _UNREACHABLE
+        if of_client or unreachable or home in _TRANSPORTS:
+            return "Nothing was committed: check the connection and push again."
+    if any(isinstance(each, OSError) for each in chain):
+        return "Nothing was committed: it is about a file or the disk of this machine. Correct that and push again."
     return None
-
-
-def _is_about_the_wire(error: BaseException | None) -> bool:
-    """Return whether `error`, or what caused it, comes from the client's transport: httpx, its successor, or xet."""
-    if error is None:
-        return False
-    home = type(error).__module__.partition(".")[0]
-    xet = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("xet", "cas", "reqwest"))
-    return isinstance(error, OSError) or home in _TRANSPORTS or xet or _is_about_the_wire(error.__cause__)
 
 
 @dataclass

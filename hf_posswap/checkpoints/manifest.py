@@ -21,7 +21,7 @@ from hf_posswap.checkpoints.card import is_saved_readme
 from hf_posswap.compat.transformers_loading import WEIGHTS, saved_names
 from hf_posswap.errors import CheckpointError
 from hf_posswap.patching.record.adapter_marks import SIDECAR
-from hf_posswap.utils.atomic_io import object_or_empty, read_json, write_json
+from hf_posswap.utils.atomic_io import object_or_empty, read_json, write_json, write_text
 from hf_posswap.utils.untrusted import read_bounded
 
 if TYPE_CHECKING:
@@ -53,18 +53,27 @@ def write_manifest(folder: Path) -> None:
 def write_listed_json(path: Path, value: object) -> None:
     """Write `value` to `path` in a saved checkpoint as JSON, and keep the manifest true to it.
 
-    A file that was edited since it was saved, or was never listed, does not become one that a save wrote.
+    A file that was edited since it was saved, or was never listed, does not become one that a save wrote. While it is
+    written the manifest lists its old and its new content: a process that is killed at any time leaves one of them.
     """
-    files = read_manifest(path.parent)
-    is_saved = files is not None and path.is_file() and files.get(path.name) == _fingerprint(path)
-    write_json(path, value)
-    if is_saved:
-        assert files is not None
-        write_json(path.parent / MANIFEST, {"version": _VERSION, "files": files | {path.name: _fingerprint(path)}})
+    files, text = read_manifest(path.parent), json.dumps(value, indent=2, allow_nan=False) + "\n"
+    listed = None if files is None else files.get(path.name)
+    now = _fingerprint(path) if path.is_file() else None
+    if files is None or now is None or now not in (listed if isinstance(listed, list) else [listed]):
+        write_text(path, text)
+        return
+    content = text.replace("\n", os.linesep).encode()
+    new = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = path.parent / MANIFEST
+    write_json(manifest, {"version": _VERSION, "files": files | {path.name: [now, new]}})
+    write_text(path, text)
+    write_json(manifest, {"version": _VERSION, "files": files | {path.name: new}})
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
     """Return the files that the manifest in `folder` lists, with their fingerprints; None: there is no manifest.
+
+    A file has a list of two where a process was killed in `write_listed_json`: of its old and its new content.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -108,7 +117,9 @@ def _problem(entry: os.DirEntry[str], listed: object) -> str | None:
         return problem
     try:
         size = entry.stat(follow_symlinks=False).st_size
-        is_equal = isinstance(listed, dict) and size == listed.get("size") and _fingerprint(Path(entry.path)) == listed
+        contents = listed if isinstance(listed, list) else [listed]  # of one that `write_listed_json` was writing
+        sizes = [content.get("size") for content in contents if isinstance(content, dict)]
+        is_equal = size in sizes and _fingerprint(Path(entry.path)) in contents
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -29,7 +29,7 @@ from hf_posswap.compat.transformers_loading import unpack_4_bit_weights
 from hf_posswap.errors import CheckpointError, OptionError
 from hf_posswap.patching.edits.settings import EditConfig
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown
+from hf_posswap.utils.atomic_io import object_or_empty, replacing, settle, shown, sweep
 from hf_posswap.utils.format import brief
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.sentence_models import inner_model, is_sentence_model
@@ -195,6 +195,8 @@ def refuse_to_replace(folder: Path, overwrite: bool) -> State:
         identity = _identity(folder)
         state: State = {}
         try:
+            if overwrite:
+                sweep(folder, own=True)  # what a process left that was killed while it wrote one of the files
             state = state_of(folder)
             refusal = _refusal(folder, overwrite)
         except CheckpointError as error:

@@ -140,7 +140,8 @@ class Subject:
         scoring: its scorer, with chunked prefill if the longest length needs it; None for a model with an encoder.
         reach: the lengths that it can run.
         plan: its swap plan, or None.
-        identity: everything that its numbers depend on, as JSON data.
+        identity: what its losses and answers depend on, as JSON data. Its times and memory also depend on the
+            machine, which `measure_length_cost` adds; losses on one differ from another's by the order of sums alone.
     """
 
     name: str
@@ -232,8 +233,7 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     """
     from transformers import __version__ as transformers_version
 
-    target = unwrap(model)
-    reach = reach_of(target)
+    reach = reach_of(target := unwrap(model))
     most = longest if reach.limit is None else min(longest, reach.limit)
     prefill = choose_prefill(target, most, reach)
     scoring = Scorer(target, prefill=prefill) if reach.causal else None
@@ -323,7 +323,16 @@ def tokenizer_for(
         raise DataError("a model object has no tokenizer: give tokenizer=.")
     (first, tokenizer), *others = tokenizers.items()
     for source, other in others:
-        if other(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
+        if _content(other) != _content(tokenizer):
             why = "have different tokenizers: their losses per token cannot be compared"
-            raise DataError(f"{first} and {source} {why}.")
+            raise DataError(f"{first} and {source} {why}. If they cut your texts alike, give one as tokenizer=.")
     return tokenizer
+
+
+def _content(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """Return what decides the ids of any text: not how many of them a caller last wanted, or with what padding."""
+    ids = tokenizer(_SAMPLE, verbose=False)["input_ids"]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ids, tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    return ids, json.loads(backend.to_str()) | {"truncation": None, "padding": None}

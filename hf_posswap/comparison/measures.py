@@ -15,6 +15,7 @@ import torch
 
 from hf_posswap.comparison.candidates import Subject
 from hf_posswap.comparison.encoders import measure_masked, measure_pseudo, measure_retrieval, measure_vectors
+from hf_posswap.comparison.results import environment
 from hf_posswap.comparison.work import Unit, Work, document_losses, key_of, losses_by_length, values_and_losses
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation.compat import PROTOCOLS, protocol_losses, protocol_perplexity
@@ -33,6 +34,8 @@ from hf_posswap.geometry import ConfigSizes
 
 Measure = Callable[[Work], Any]
 _COMPAT_STRIDE = 256
+_TIMED_BY = ("processor", "threads", "gpu")
+"""What a cost is keyed by in addition, from the environment of the results: losses are reused on any machine."""
 
 
 def why_no_needles(work: Work) -> str | None:
@@ -345,12 +348,14 @@ def measure_longppl(work: Work) -> dict[str, object]:
 
 
 def measure_length_cost(work: Work) -> list[dict[str, object]]:
-    """Return seconds and bytes, one row per length; stored values of an earlier run are reused."""
+    """Return seconds and bytes, one row per length; stored values of an earlier run on such a machine are reused."""
     units = []
     model = work.subject.scorer.model  # raises for a model that is not causal
+    hardware = environment(list({parameter.device for parameter in model.parameters()}))
+    protocol = {"metric": "cost"} | {name: hardware[name] for name in _TIMED_BY if name in hardware}
     for length in (n for n in work.lengths if costs_are_possible(model, n)):
         ids = torch.from_numpy(work.documents.tokens[:1, :length].astype(np.int64))
-        units.append(Unit({"metric": "cost"}, {"length": length}, partial(_cost, work, ids), (length,)))
+        units.append(Unit(protocol, {"length": length}, partial(_cost, work, ids), (length,)))
     rows = work.values("cost", units, alone=True)
     if not rows:
         raise DataError("no length leaves room for the tokens to decode after it.")

@@ -51,15 +51,23 @@ class Ranks:
 
         Raises:
             PosswapError: the error of the first process that fails is raised in all, so that none waits for it.
+            Exception: any other error, such as a lack of memory: in the others as a PosswapError that names it.
         """
         if self.count == 1:
             return action()
-        results, error = [], None
+        results, error, message = [], None, None
         try:
             results.append(action())
-        except PosswapError as raised:
+        except Exception as raised:
             error = raised
-        first = next((raised for raised in self.gather(error) if raised is not None), None)
+            message = (
+                raised
+                if isinstance(raised, PosswapError)
+                else PosswapError(f"process {self.index} failed: {type(raised).__name__}: {raised}")
+            )
+        first = next((raised for raised in self.gather(message) if raised is not None), None)
+        if error is not None and not isinstance(error, PosswapError):
+            raise error
         if first is not None:
             raise first
         return results[0]

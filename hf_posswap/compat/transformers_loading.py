@@ -67,11 +67,14 @@ _AUTO_CLASSES = {
     "QUESTION_ANSWERING": "AutoModelForQuestionAnswering",
     "MULTIPLE_CHOICE": "AutoModelForMultipleChoice",
     "IMAGE_CLASSIFICATION": "AutoModelForImageClassification",
+    "PRETRAINING": "AutoModelForPreTraining",
 }
 
 
 def auto_class_name(architecture: str) -> str:
     """Return the name of the Auto class that gives the model class `architecture`; "AutoModel" for a bare model.
+
+    A class of another package goes by the end of its name, where that is ForCausalLM.
 
     Touches `models.auto.modeling_auto.MODEL_FOR_<task>_MAPPING_NAMES`. Without it cards and commands name an Auto class
     that does not load the checkpoint.
@@ -81,7 +84,7 @@ def auto_class_name(architecture: str) -> str:
         ('AutoModelForCausalLM', 'AutoModel')
     """
     names = (auto for task, auto in _AUTO_CLASSES.items() if architecture in class_names(task).values())
-    return next(names, "AutoModel")
+    return next(names, "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel")
 
 
 def language_classes(model_type: str) -> dict[str, tuple[type[PreTrainedConfig], Any]]:

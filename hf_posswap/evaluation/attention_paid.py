@@ -19,7 +19,7 @@ from hf_posswap.evaluation.scoring import Reach, apart_in_chunks, reach_of
 from hf_posswap.geometry import ConfigSizes
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import unwrap
-from hf_posswap.utils.devices import available_bytes
+from hf_posswap.utils.devices import available_bytes, evaluating
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -166,17 +166,16 @@ def _chunk_size(model: PreTrainedModel, length: int, reach: Reach, most_bytes: i
 @contextmanager
 def _eager_attention(model: Any) -> Iterator[None]:
     """Put the model in eval mode with eager attention, the only one that returns weights, inside the block."""
-    previous, training = attention_implementation(model.config), model.training
+    previous = attention_implementation(model.config)
     switch = previous != "eager" and can_choose_attention(model)
-    model.eval()
     try:
         if switch:
             model.set_attn_implementation("eager")
-        yield
+        with evaluating(model):
+            yield
     finally:
         if switch:
             model.set_attn_implementation(previous)
-        model.train(training)
 
 
 @torch.inference_mode()

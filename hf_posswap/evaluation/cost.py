@@ -24,7 +24,7 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.sites.attention.backends import MIN_QK_PAIRS, MOST_CALLS
 from hf_posswap.patching.sites.attention.split_attention import BLOCK
 from hf_posswap.schemes.mechanism import Mechanism
-from hf_posswap.utils.devices import available_bytes
+from hf_posswap.utils.devices import available_bytes, evaluating
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -281,26 +281,27 @@ def measure_cost(model: PreTrainedModel, ids: Tensor, *, new_tokens: int = 8, pr
         )
     ids = ids.to(model.device)
     on_gpu = model.device.type == "cuda"
-    _read(model, ids[:, : min(16, ids.shape[1])], None)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
-    begin = _now(on_gpu)
-    cache = _read(model, ids, prefill)
-    seconds = _now(on_gpu) - begin
-    layers = getattr(cache, "layers", None)
-    if not layers:
-        raise DataError(f"{type(model).__name__} caches no keys and values per layer: its cost is not measured.")
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of_layers(layers))
-    peak = torch.cuda.max_memory_allocated(model.device) - before if on_gpu else None
-    steps = []
-    for step in range(new_tokens):
+    with evaluating(model):
+        _read(model, ids[:, : min(16, ids.shape[1])], None)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
         begin = _now(on_gpu)
-        seen = torch.ones(1, ids.shape[1] + step + 1, dtype=ids.dtype, device=ids.device)
-        cache = cache_in(
-            model(input_ids=ids[:, -1:], attention_mask=seen, **{cache_argument(model): cache}, use_cache=True)
-        )
-        steps.append(_now(on_gpu) - begin)
+        cache = _read(model, ids, prefill)
+        seconds = _now(on_gpu) - begin
+        layers = getattr(cache, "layers", None)
+        if not layers:
+            raise DataError(f"{type(model).__name__} caches no keys and values per layer: its cost is not measured.")
+        kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of_layers(layers))
+        peak = torch.cuda.max_memory_allocated(model.device) - before if on_gpu else None
+        steps = []
+        for step in range(new_tokens):
+            begin = _now(on_gpu)
+            seen = torch.ones(1, ids.shape[1] + step + 1, dtype=ids.dtype, device=ids.device)
+            cache = cache_in(
+                model(input_ids=ids[:, -1:], attention_mask=seen, **{cache_argument(model): cache}, use_cache=True)
+            )
+            steps.append(_now(on_gpu) - begin)
     decode = sorted(steps)[len(steps) // 2]
     return Cost(ids.shape[1], seconds, ids.shape[1] / max(seconds, 1e-9), decode, kept, peak)
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hf_posswap.errors import DataError, NumericError
 from hf_posswap.evaluation.scoring import MOST_NATS, advice_if_not_finite
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -143,7 +144,8 @@ def _losses(
 ) -> list[np.ndarray]:
     """Return the losses of each group's tokens from the masked rows `ids` [B, L]."""
     ids = ids.to(model.device)
-    output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    with evaluating(model):
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     logits = getattr(output, "logits", None)
     if logits is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1]:
         raise DataError(f"{type(model).__name__} returns no logits for each token: load it as a masked LM.")

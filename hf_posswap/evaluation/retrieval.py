@@ -24,6 +24,7 @@ from hf_posswap.evaluation.scoring import advice_if_not_finite, reach_of
 from hf_posswap.evaluation.statistics import ratio_interval, wilson_interval
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.text.tokens import tokens_after
+from hf_posswap.utils.devices import evaluating
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ def embed(
         ids = torch.tensor([list(document) for document in documents[start:stop]], device=model.device)
         inner = unwrap(model)  # PEFT's base_model is no encoder
         body = inner.get_encoder() if inner.config.is_encoder_decoder else inner.base_model
-        states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]
+        with evaluating(body):
+            states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]
         vectors.append(states.mean(1) if pooling == "mean" else states[:, 0 if pooling == "cls" else -1])
         start = stop
     embeddings = functional.normalize(torch.cat(vectors).cpu(), dim=-1)

@@ -28,6 +28,7 @@ from hf_posswap.families.locating import causal_by_config, family_of
 from hf_posswap.families.rope_config import rope_settings
 from hf_posswap.patching.inspect.describe import describe_positions
 from hf_posswap.patching.plan.plan_swap import unwrap
+from hf_posswap.utils.devices import evaluating
 from hf_posswap.utils.result_views import ResultView
 
 if TYPE_CHECKING:
@@ -143,10 +144,11 @@ class PrefixStates:
 
 
 class Scorer:
-    """Computes the loss of each token of a causal model with a chunked output head.
+    """Computes the loss of each token of a causal model in eval mode, with a chunked output head.
 
     At construction the chunked head is compared with the model's own logits on a few tokens. A model that does more
-    after its last hidden state than the known scalings is scored from its own logits, which takes more memory.
+    after its last hidden state than the known scalings is scored from its own logits, which takes more memory. The
+    model is in eval mode for its forwards alone: each module has its own mode again afterwards.
 
     Args:
         model: a causal model with an output head, patched or not, with PEFT adapters or without.
@@ -263,7 +265,8 @@ class Scorer:
         if self.reads_last:
             # One token resets stock dynamic NTK, which keeps the longest text's frequencies until a short one.
             token = ids[:1, :1]
-            self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
+            with evaluating(self.model):
+                self.model.base_model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
         reads_last = self.reads_last if reads_last is None else reads_last
         end = start + ids.shape[1] - (not reads_last)
         if self.limit is not None and end > self.limit:
@@ -322,12 +325,9 @@ class Scorer:
             inputs |= {"input_ids": ids[:, begin:end], "attention_mask": torch.ones_like(ids[:, :end])}
             if start:
                 inputs["position_ids"] = torch.arange(start + begin, start + end, device=ids.device)[None]
-            if self.chunked:
-                output = self.model.base_model(**inputs)
-                yield output.last_hidden_state, self._head
-            else:
-                output = self.model(**inputs)
-                yield output.logits, Tensor.float
+            with evaluating(self.model):  # not while a caller has the states
+                output = (self.model.base_model if self.chunked else self.model)(**inputs)
+            yield (output.last_hidden_state, self._head) if self.chunked else (output.logits, Tensor.float)
             if inputs["use_cache"] and end < ids.shape[1]:
                 if (cache := cache_in(output)) is None:
                     raise DataError(f"{type(self.model).__name__} gives no cache, so it cannot be read in chunks.")
@@ -336,7 +336,9 @@ class Scorer:
     def _head(self, states: Tensor) -> Tensor:
         """Return float32 logits [B, K, V] of hidden states [B, K, E]."""
         config: PreTrainedConfig = self.model.config.get_text_config()
-        logits = self.model.get_output_embeddings()(states).float()
+        embeddings = self.model.get_output_embeddings()
+        with evaluating(embeddings):
+            logits = embeddings(states).float()
         if getattr(config, "logit_scale", None) is not None:  # Cohere
             logits = logits * config.logit_scale
         if getattr(config, "logits_scaling", None) is not None:  # Granite
@@ -353,8 +355,9 @@ class Scorer:
         assert isinstance(weight, Tensor)
         ids = torch.arange(4, device=self.model.device)[None] % weight.shape[0]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        expected = self.model(**inputs).logits.float()
-        computed = self._head(self.model.base_model(**inputs).last_hidden_state)
+        with evaluating(self.model):
+            expected = self.model(**inputs).logits.float()
+            computed = self._head(self.model.base_model(**inputs).last_hidden_state)
         return expected.shape == computed.shape and torch.allclose(
             expected, computed, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
         )
@@ -405,12 +408,11 @@ def apart_in_chunks(model: PreTrainedModel, prefill: int, length: int | None = N
     known = _PROVED.get(model)
     if known is not None and known[0] == state:
         return known[1]
-    config, scorer, training = model.config.get_text_config(), Scorer(model), model.training
+    config, scorer = model.config.get_text_config(), Scorer(model)
     shape = max(1, 8 * _PROBED // count), count
     ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     if (pad := getattr(config, "pad_token_id", None)) is not None:  # some models count no position for it
         ids = ids.where(ids != pad, (pad + 1) % config.vocab_size)
-    model.eval()
     try:
         whole = scorer.nll(ids)
         scorer.prefill = step
@@ -420,8 +422,6 @@ def apart_in_chunks(model: PreTrainedModel, prefill: int, length: int | None = N
         same = bool(apart.mean() <= _APART_HALF if half else apart.max() <= _APART)
     except (DataError, NumericError) as error:
         same, why = False, str(error).partition(",")[0]
-    finally:
-        model.train(training)
     _PROVED[model] = state, None if same else why
     return None if same else why
 
@@ -431,6 +431,8 @@ _PROVED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, str | None]] = we
 
 def token_nll(model: PreTrainedModel, ids: Tensor, chunk: int = 512) -> Tensor:
     """Return the loss of each token but the first, float32 [B, L - 1], for `ids` [B, L]; see `Scorer.nll`.
+
+    The model is read in eval mode, whatever mode it is in.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

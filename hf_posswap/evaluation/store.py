@@ -176,7 +176,7 @@ def _locked(folder: Path, part: int) -> FileLock:
 
 
 def _acquired(path: Path, folder: Path) -> FileLock:
-    lock = FileLock(path)
+    lock = FileLock(path, thread_local=False)  # a store may be closed by another thread
     try:
         lock.acquire(blocking=False)
     except Timeout:

@@ -117,15 +117,10 @@ def nll_at_lengths(
     if not runs:
         return {}
     measure = partial(measure_losses, target, one_pass=reach.prefix_consistent)
-    training = model.training
-    model.eval()
-    try:
-        if counted is not None:
-            return _counted_nll(measure, documents, counted, runs, limit)
-        long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
-        losses = measure(np.stack(long), runs)
-    finally:
-        model.train(training)
+    if counted is not None:
+        return _counted_nll(measure, documents, counted, runs, limit)
+    long = [document[: max(lengths)] for document in documents if len(document) >= max(lengths)][:limit]
+    losses = measure(np.stack(long), runs)
     return {length: float(per_token.mean(dtype=np.float64)) for length, per_token in losses.items()}
 
 

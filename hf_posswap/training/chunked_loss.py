@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hf_posswap.errors import DataError, OptionError, UnsupportedModelError
 from hf_posswap.training.head import BodyAndHead, inner_model, run_body_and_head, without_cache
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from torch import nn
@@ -245,23 +246,20 @@ def chunking_problem(model: PreTrainedModel, inputs: dict[str, object], *, chunk
     half = _PARAMETERS // 2
     chosen = names if len(names) <= _PARAMETERS else [*names[:half], *names[-half:]]
     parameters = {name: trained[name] for name in chosen}
-    training = model.training
-    model.eval()
     try:
-        model_loss = model(**batch | without_cache(inner)).loss
-        chunked_loss = loss(model, batch, chunk=max(1, min(chunk, batch["input_ids"].numel() // 4)))
-        actual, expected = chunked_loss.detach().float(), model_loss.detach().float()
-        difference = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
-        if not difference <= _tolerance(inner):
-            return f"{type(inner).__name__} has a loss of {model_loss:.6g}, and {chunked_loss:.6g} in chunks"
-        gradients = [
-            torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-            for value in (model_loss, chunked_loss)
-        ]
+        with evaluating(model):
+            model_loss = model(**batch | without_cache(inner)).loss
+            chunked_loss = loss(model, batch, chunk=max(1, min(chunk, batch["input_ids"].numel() // 4)))
+            actual, expected = chunked_loss.detach().float(), model_loss.detach().float()
+            difference = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
+            if not difference <= _tolerance(inner):
+                return f"{type(inner).__name__} has a loss of {model_loss:.6g}, and {chunked_loss:.6g} in chunks"
+            gradients = [
+                torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+                for value in (model_loss, chunked_loss)
+            ]
     except UnsupportedModelError as error:
         return str(error)
-    finally:
-        model.train(training)
     parameter = _differing_gradient(list(parameters), *gradients, tolerance=10 * _tolerance(inner))
     return parameter and f"{type(inner).__name__} in chunks gives {parameter} a different gradient than its own loss"
 

@@ -295,7 +295,7 @@ def alone_in(folder: Path, activity: str, lock: str = ".lock") -> Iterator[None]
     Raises:
         CheckpointError: another process holds it.
     """
-    file_lock = FileLock(folder / lock, timeout=0)
+    file_lock = FileLock(folder / lock, timeout=0, thread_local=False)
     try:
         file_lock.acquire()
     except Timeout as error:

@@ -1,4 +1,4 @@
-"""Devices and dtypes as callers give them, and what decides how a tensor is computed with: its device, mixed precision.
+"""Devices and dtypes as callers give them, and what decides how is computed: device, mixed precision, eval mode.
 
 Where torch's own attention is not asked, `torch.autocast` narrows queries, keys and values in the calls that it knows,
 and rotations widen queries and keys: a model may pass float32 queries with bfloat16 values.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import overload
@@ -144,6 +144,19 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if device in _WITHOUT_AUTOCAST else torch.autocast(device, enabled=False)
 
 
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode inside the block, then restore the mode of each module."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def available_bytes(device: torch.device) -> int | None:
     """Return the free memory of `device` in bytes, or None if it is unknown.
 
@@ -167,9 +180,39 @@ def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
     return 1024 * int(kilobytes[0]) if kilobytes else None
 
 
-def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+_NO_LIMIT = 1 << 60
+_CONTROL_GROUPS = (
+    ("", "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
+    ("memory", "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+)
+"""Of versions 2 and 1: the controller in /proc/self/cgroup, the mount, and the files, with the entry of memory.stat."""
+
+
+def _control_group(root: Path = Path("/")) -> int | None:
+    """Return what the limits of this process's control group and of those above it leave of memory; None: no limit.
+
+    Pages of files that are not in use count as free: the kernel takes them back before it refuses memory.
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+
+    Args:
+        root: in which proc and sys are.
+    """
     try:
-        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    return max(0, int(most) - int(used)) if most.isdigit() else None
+    paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    free = []
+    for controller, mount, (most, used, inactive) in _CONTROL_GROUPS:
+        top = root / mount
+        group = top / paths.get(controller, "").lstrip("/")  # in a container perhaps a path of the host
+        for folder in (group, *group.parents):
+            if folder != top and top not in folder.parents:
+                break
+            with suppress(OSError, ValueError):  # no such file, or "max": no limit
+                limit, current = (int((folder / name).read_text(encoding="ascii")) for name in (most, used))
+                stat = folder / "memory.stat"
+                text = stat.read_text(encoding="ascii") if stat.is_file() else ""
+                cached = int(dict(line.split() for line in text.splitlines()).get(inactive, 0))
+                free += [max(0, limit - current + min(cached, current))] if limit < _NO_LIMIT else []
+    return min(free, default=None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -73,7 +72,7 @@ def after_import(name: str, ready: str, action: Action) -> None:
     Args:
         name: dotted name of the module.
         ready: an attribute that the module has when its import is done.
-        action: called once.
+        action: called once, also where the module was only looked for before, or its first import was interrupted.
 
     Example:
         >>> after_import("json", ready="loads", action=lambda module: print(module.__name__))
@@ -98,17 +97,20 @@ class _After(MetaPathFinder):
         self.name, self.action, self.done = name, action, False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.name or self.done:
+        if name != self.name or self.done:  # it stays in sys.meta_path: a thread that walks through that would miss one
             return None
-        self.done = True  # it stays in sys.meta_path: a thread that walks through that would miss the next finder
-        spec = importlib.util.find_spec(name)
+        finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.action(module)
+            if module.__name__ == self.name and not self.done:  # a loader may serve several modules, or one repeatedly
+                self.action(module)
+                self.done = True  # not before: a module may be found and not imported, or its import be interrupted
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

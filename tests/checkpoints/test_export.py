@@ -26,7 +26,7 @@ from hf_posswap.checkpoints.doctor import doctor
 from hf_posswap.checkpoints.exports.claims import anything
 from hf_posswap.checkpoints.exports.gguf_contents import ARCHITECTURES
 from hf_posswap.checkpoints.exports.mechanism import position_config_of
-from hf_posswap.checkpoints.exports.rules import CLAIMS, TARGETS, claims_markdown
+from hf_posswap.checkpoints.exports.rules import CLAIMS, TARGETS, claims_markdown, filled
 from hf_posswap.checkpoints.exports.run import GRAPHS, export
 from hf_posswap.cli import app
 from hf_posswap.errors import (
@@ -665,3 +665,20 @@ def test_the_command_writes_the_config_and_says_the_verdict(tmp_path: Path) -> N
     assert written.exit_code == 3
     assert written.stderr.count("\n") == 1
     assert not Path(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [
+        ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
+        ("Gemma3ForConditionalGeneration", "AutoModelForCausalLM"),
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("BertForPreTraining", "AutoModelForPreTraining"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+        ("HousesForCausalLM", "AutoModelForCausalLM"),
+        ("", "AutoModelForCausalLM"),
+    ],
+)
+def test_a_command_names_the_auto_class_that_loads_the_head(architecture: str, auto: str) -> None:
+    config = transformers.GPT2Config(architectures=[architecture] if architecture else None)
+    assert filled("{auto}", position_config_of(config)) == auto

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError
 from typer.testing import CliRunner
 
 import hf_posswap
+from hf_posswap.checkpoints.hub import hub_errors
 from hf_posswap.checkpoints.push import files_to_push, stale_files
 from hf_posswap.cli.app import app
 from hf_posswap.errors import CheckpointError
@@ -392,3 +396,30 @@ def test_errors_of_the_command_are_one_line(folder: Path, arguments: list[str], 
     assert [line for line in result.stderr.splitlines() if line.startswith("error:")] == [
         result.stderr.splitlines()[-1]
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (RuntimeError("tensor cast failed"), None),
+        (FileNotFoundError(2, "No such file or directory", "model.safetensors"), "a file or the disk of this machine"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a file or the disk of this machine"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "check the connection"),
+        (ConnectionResetError(104, "Connection reset by peer"), "check the connection"),
+        (socket.gaierror(-2, "Name or service not known"), "check the connection"),
+        (HTTPError("cut"), "check the connection"),
+        (LocalTokenNotFoundError("no token"), "hf auth login"),
+    ],
+)
+def test_only_what_the_network_raises_is_about_the_connection(error: Exception, advice: str | None) -> None:
+    with pytest.raises(type(error) if advice is None else CheckpointError, match=advice), hub_errors(REPO):
+        raise error
+
+
+def test_a_failure_of_the_compiled_client_is_about_the_connection_and_its_cause_decides() -> None:
+    scope: dict[str, object] = {"__name__": "huggingface_hub._commit_api"}
+    exec("def upload():\n    raise RuntimeError('Data processing error: reqwest')", scope)
+    with pytest.raises(CheckpointError, match="check the connection"), hub_errors(REPO):
+        scope["upload"]()  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match="of this machine"), hub_errors(REPO):
+        raise RuntimeError("Error while uploading") from OSError(errno.ENOSPC, "No space left on device")

@@ -7,6 +7,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_posswap
+from hf_posswap.checkpoints.manifest import write_listed_json
 from hf_posswap.checkpoints.save import refuse_to_replace
 from hf_posswap.errors import CheckpointError, OptionError, RecordError, UnsupportedSwapError
 from hf_posswap.schemes import SCHEMES, Kind, Mechanism, Scheme
@@ -188,6 +192,32 @@ def test_overwriting_needs_a_manifest_that_can_be_read(model: Any, tmp_path: Pat
     folder = hf_posswap.save(model, tmp_path / "saved")
     (folder / "posswap_files.json").write_bytes(held if isinstance(held, bytes) else held.encode())
     refused(model, folder, "posswap_files.json does not tell which files a save wrote")
+
+
+def test_a_listed_file_may_be_written_however_the_process_ends(model: Any, tmp_path: Path) -> None:
+    """The process is killed at each of its audited events in turn: a save may still take the checkpoint's place."""
+    saved = hf_posswap.save(model, tmp_path / "saved")
+    config = json.loads((saved / "config.json").read_text())
+    seen, killed = set(), 0
+    while True:
+        folder = Path(shutil.copytree(saved, tmp_path / f"copy{killed}"))
+        child = os.fork()
+        if not child:
+            left = iter(range(killed))
+            sys.addaudithook(lambda *_, left=left: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
+            write_listed_json(folder / "config.json", config | {"trained": 1})
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        refuse_to_replace(folder, overwrite=True)
+        seen.add(len(json.loads((folder / "config.json").read_text())) - len(config))
+        write_listed_json(folder / "config.json", config | {"trained": 2})  # as a run that resumes does
+        assert not isinstance(json.loads((folder / "posswap_files.json").read_text())["files"]["config.json"], list)
+        refuse_to_replace(folder, overwrite=True)
+        if status == 0:
+            break
+        killed += 1
+    assert seen == {0, 1}
+    assert killed > 10
 
 
 @pytest.mark.parametrize("value", ["null", "3", "{}", '{"size": "?", "sha256": []}'])

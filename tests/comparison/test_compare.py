@@ -47,7 +47,7 @@ from hf_posswap.comparison import (
     measures,
     read_documents,
 )
-from hf_posswap.comparison.candidates import fingerprint, shell_of
+from hf_posswap.comparison.candidates import fingerprint, shell_of, tokenizer_for
 from hf_posswap.comparison.tables import grid_of
 from hf_posswap.comparison.work import ProgressEstimator
 from hf_posswap.compat.transformers_attention import register_attention_function
@@ -483,6 +483,21 @@ def test_costs_are_reported_where_there_is_room_to_decode() -> None:
     assert models["GPT2LMHeadModel+rope"]["cost"][1]["cache_bytes"] == 2 * 16 * 128 * 4
 
 
+def test_costs_are_measured_again_with_another_number_of_threads_and_losses_are_not(tmp_path: Path) -> None:
+    settings = EvalSettings(lengths=(64,), metrics=("ppl_prefix", "cost"))
+    before, computed = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            arguments: dict[str, Any] = {"settings": settings, "out": tmp_path, "pictures": False}
+            evaluation = evaluate(gpt2(), documents=TEXTS, tokenizer=TOKENIZER, **arguments)
+            computed.append(evaluation.computed)
+            assert evaluation.results["environment"]["threads"] == threads
+    finally:
+        torch.set_num_threads(before)
+    assert computed == [len(TEXTS) + 1, 1, 0]
+
+
 def test_a_model_of_no_known_family_is_measured_length_by_length() -> None:
     config = MambaConfig(vocab_size=257, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=None)
     settings = EvalSettings(lengths=(32, 64), metrics=("ppl_prefix", "offset_probe"))
@@ -581,6 +596,15 @@ def test_models_of_different_tokenizers_are_refused_however_they_are_given(tmp_p
     for models in (folders, [first, folders[1]], [folders[0], second], [first, Candidate(second, name="second")]):
         with pytest.raises(DataError, match=r"have different tokenizers: their losses per token cannot be compared"):
             compare(models, **arguments)
+    added = copy.deepcopy(TOKENIZER)
+    added.add_tokens(["import torch"])  # which is not in the sample text
+    hf_posswap.save(gpt2(2), tmp_path / "added", tokenizer=added)
+    with pytest.raises(DataError, match="give one as tokenizer="):
+        compare([folders[0], str(tmp_path / "added")], **arguments)
+    truncating = copy.deepcopy(TOKENIZER)
+    truncating("a", truncation=True, max_length=7)  # a state of the backend, and no other ids
+    hf_posswap.save(gpt2(3), tmp_path / "truncating", tokenizer=truncating)
+    tokenizer_for([Candidate(folders[0]), Candidate(str(tmp_path / "truncating"))])
     second.config.name_or_path = "a folder that is gone"
     compare([folders[0], second], **arguments)
 

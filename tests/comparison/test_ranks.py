@@ -144,6 +144,34 @@ def test_the_first_error_is_raised_by_all(elsewhere: Exception | None, raised: s
             Second(index=1, count=2).agree(lambda: None)
 
 
+AGREES = """
+import sys
+from hf_posswap.comparison.ranks import open_ranks
+ranks = open_ranks()
+def act():
+    if ranks.index == 1:
+        raise MemoryError("no more")
+try:
+    ranks.agree(act)
+except Exception as error:
+    print(f"{ranks.index} {type(error).__name__}: {error}", flush=True)
+"""
+
+
+def test_an_error_of_any_kind_in_one_process_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "agrees.py").write_text(AGREES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run = subprocess.run(
+        [*command, str(tmp_path / "agrees.py")],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(hf_posswap.__file__).parents[1])},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert sorted(line for line in run.stdout.splitlines() if line[:2] in ("0 ", "1 ")) == [
+        "0 PosswapError: process 1 failed: MemoryError: no more",
+        "1 MemoryError: no more",
+    ], run.stderr
+
+
 def test_parts_of_a_store_are_kept_apart_and_read_together(tmp_path: Path) -> None:
     for number in range(2):
         with RunStore(tmp_path) as main, RunStore(tmp_path, part=1) as other:

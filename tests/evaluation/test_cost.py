@@ -193,11 +193,51 @@ def test_free_memory_is_read_from_the_system_and_its_control_group(tmp_path: Pat
     (tmp_path / "meminfo").write_text("MemTotal: 10 kB\nMemAvailable:    2048 kB\n")
     assert devices._meminfo(tmp_path / "meminfo") == 2 << 20
     assert devices._meminfo(tmp_path / "none") is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    assert devices._control_group(tmp_path) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert devices._control_group(tmp_path) is None
+
+
+def control_group(root: Path, processes: str, **groups: dict[str, str]) -> int | None:
+    """Return what the control groups leave in a root with /proc/self/cgroup and these files by group."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(processes)
+    for group, files in groups.items():
+        folder = root / "sys/fs/cgroup" / group.replace("_", "/").strip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    return devices._control_group(root)
+
+
+V2 = {"memory.max": "1000\n", "memory.current": "400\n"}
+CACHED = {**V2, "memory.current": "900\n", "memory.stat": "anon 100\ninactive_file 750\nactive_file 50\n"}
+UNLIMITED = {**V2, "memory.max": "max\n"}
+V1 = {
+    "memory.limit_in_bytes": "1000\n",
+    "memory.usage_in_bytes": "900\n",
+    "memory.stat": "inactive_file 7\ntotal_inactive_file 750\n",
+}
+NO_LIMIT = {**V1, "memory.limit_in_bytes": "9223372036854771712\n"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "groups", "free"),
+    [
+        ("0::/\n", {"_": V2}, 600),
+        ("0::/\n", {"_": UNLIMITED}, None),
+        ("0::/\n", {"_": CACHED}, 850),
+        ("0::/a/b\n", {"a": V2, "a_b": UNLIMITED}, 600),
+        ("0::/a/b\n", {"a": CACHED, "a_b": V2}, 600),
+        ("0::/host/path/not/here\n", {"_": V2}, 600),
+        ("4:cpu,memory:/job\n0::/\n", {"memory_job": V1, "memory": NO_LIMIT}, 850),
+        ("4:memory:/job\n", {"memory_job": NO_LIMIT, "memory": NO_LIMIT}, None),
+        ("4:memory:/job\n", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_least_limit_of_the_control_groups_counts_and_the_page_cache_does_not(
+    processes: str, groups: dict[str, dict[str, str]], free: int | None, tmp_path: Path
+) -> None:
+    assert control_group(tmp_path, processes, **groups) == free
+    assert devices._control_group(tmp_path / "none") is None
 
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

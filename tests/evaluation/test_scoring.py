@@ -9,6 +9,7 @@ import copy
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BertTokenizer,
     CohereConfig,
     Gemma2Config,
     GPT2Config,
@@ -35,7 +37,7 @@ import hf_posswap
 from hf_posswap import patch_model
 from hf_posswap.compat.transformers_calls import cache_in
 from hf_posswap.errors import DataError, NumericError, PositionRangeError, UnsupportedModelError, UnsupportedSwapError
-from hf_posswap.evaluation import Scorer, reach_of, token_nll
+from hf_posswap.evaluation import Scorer, attention_by_distance, embed, mask_groups, masked_losses, reach_of, token_nll
 from hf_posswap.evaluation.cost import choose_prefill, forward_need, measure_cost
 from hf_posswap.evaluation.scoring import apart_in_chunks
 from hf_posswap.families.locating import family_of
@@ -408,3 +410,37 @@ def test_the_cost_counts_every_tensor_of_a_cache(kind: str) -> None:
     ids = read(model, 16)
     cache = cache_in(model(ids, use_cache=True))
     assert measure_cost(model, ids, new_tokens=2).cache_bytes == sum(t.nbytes for t in tensors_below(cache, set())) > 0
+
+
+def test_a_model_in_training_mode_is_measured_without_dropout_and_each_module_keeps_its_mode() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
+    ids = torch.arange(32)[None]
+    expected, vectors = token_nll(model, ids), embed(model, [[1, 2, 3]])
+    model.train()
+    model.transformer.h[0].eval()  # as for a frozen block
+    modes = {name: module.training for name, module in model.named_modules()}
+    scorer = Scorer(model, prefill=16)
+    assert scorer.chunked
+    logits = scorer.logits(ids, 31)
+    next(logits)
+    assert model.training, "a caller that holds the generator trains on"
+    state = torch.get_rng_state()
+    assert torch.allclose(token_nll(model, ids), expected, atol=1e-6)
+    assert torch.allclose(scorer.nll(ids), expected, atol=1e-5)
+    assert torch.equal(embed(model, [[1, 2, 3]]), vectors)
+    assert measure_cost(model, ids).length == 32
+    attention_by_distance(model, ids.numpy())
+    assert torch.equal(torch.get_rng_state(), state), "dropout would have drawn"
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_a_masked_model_in_training_mode_is_measured_without_dropout() -> None:
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two"]
+    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+    model = BertForMaskedLM(BertConfig(vocab_size=7, **shape)).train()
+    losses = [masked_losses(model, tokenizer, np.array([5, 6, 5]), mask_groups(3, share=0.0)) for _ in range(2)]
+    assert np.array_equal(*losses)
+    assert all(module.training for module in model.modules())

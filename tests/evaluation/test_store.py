@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,13 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         RunStore(tmp_path)
     (tmp_path / LINES).unlink()
     RunStore(tmp_path).close()  # the failed opening let go of the lock
+
+
+def test_a_store_closed_by_another_thread_than_opened_it_is_free_again(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        store = thread.submit(RunStore, tmp_path).result()
+        store.close()
+        RunStore(tmp_path).close()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import tomllib
@@ -20,6 +21,7 @@ from hf_posswap.integrations.vllm.guard import (
     OVERRIDE,
     head_name,
     head_problem,
+    install_guard,
     length_problem,
     refuse_unservable,
     rope_problem,
@@ -119,6 +121,9 @@ def test_a_stock_rotation_that_follows_the_length_is_refused_beyond_the_original
 def test_a_head_that_does_more_is_refused() -> None:
     config = transformers.GraniteConfig(logits_scaling=4.0)
     assert "GraniteForCausalLM does more to its logits" in str(head_problem(transformers.GraniteForCausalLM, config))
+    config = transformers.GraniteConfig(logits_scaling=8)
+    assert type(config.logits_scaling) is int
+    assert "GraniteForCausalLM does more to its logits" in str(head_problem(transformers.GraniteForCausalLM, config))
     assert head_problem(transformers.GraniteForCausalLM, transformers.GraniteConfig()) is None
     assert head_problem(transformers.CohereForCausalLM, transformers.CohereConfig(logit_scale=0.1)) is None
     bert = tiny_model("BertLMHeadModel", is_decoder=True)
@@ -202,3 +207,24 @@ def test_where_vllm_is_not_what_it_was_swapped_checkpoints_stay_unknown(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="99"))
     register()
     assert "cannot serve swapped checkpoints in this vLLM: they stay refused" in caplog.text
+
+
+def test_the_guard_is_installed_once_around_a_method_that_others_have_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is not installed here: its two names that the guard touches stand in for it."""
+
+    class VllmConfig:
+        model_config = None
+        calls = 0
+
+        def try_verify_and_update_config(self) -> None:
+            self.calls += 1
+
+    wrapped = functools.wraps(VllmConfig.try_verify_and_update_config)(lambda self: None)
+    VllmConfig.try_verify_and_update_config = wrapped  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(VllmConfig=VllmConfig))
+    install_guard()
+    guarded = VllmConfig.try_verify_and_update_config
+    assert guarded is not wrapped
+    install_guard()
+    assert VllmConfig.try_verify_and_update_config is guarded

@@ -16,6 +16,7 @@ from hf_posswap.checkpoints.exports.claims import Claim, Verdict
 from hf_posswap.checkpoints.exports.claims_files import LLAMACPP, ONNX, TORCH
 from hf_posswap.checkpoints.exports.claims_folders import SENTENCE_TRANSFORMERS, SGLANG, TEI, TGI, TRANSFORMERS, VLLM
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig
+from hf_posswap.compat.transformers_loading import auto_class_name
 from hf_posswap.errors import UnsupportedModelError
 
 CLAIMS: dict[str, tuple[Claim, ...]] = {
@@ -73,6 +74,7 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
         folder: of the checkpoint; it is quoted for a shell or Python.
     """
     known = position_config.original is not None and position_config.scheme is not None
+    headless = "AutoModelForCausalLM" if position_config.generates else "AutoModel"
     values = {
         "folder": shlex.quote(folder),
         "python": repr(folder),
@@ -87,7 +89,7 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
         "type": position_config.rope_type,
         "problem": position_config.unpaged,
         "architecture": position_config.architecture or "its class",
-        "auto": _auto_class(position_config),
+        "auto": auto_class_name(position_config.architecture) if position_config.architecture else headless,
         "sentences": "CrossEncoder" if position_config.architecture.endswith(_CLASSIFIER) else "SentenceTransformer",
         "dtype": " --dtype float32" if position_config.dtype == "float32" else "",
         "checked": "It is, in the exported config." if known else "Whether it is here is unknown: check it.",
@@ -96,26 +98,6 @@ def filled(text: str, position_config: PositionConfig, folder: str = "DIR") -> s
 
 
 _CLASSIFIER = "ForSequenceClassification"
-_AUTO_CLASSES = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForPreTraining": "AutoModelForPreTraining",
-    _CLASSIFIER: "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMultipleChoice": "AutoModelForMultipleChoice",
-}
-"""By the end of a class's name, the Auto class that loads it with its head."""
-
-
-def _auto_class(position_config: PositionConfig) -> str:
-    """Return the name of the Auto class that loads the checkpoint with its head."""
-    if not position_config.architecture:
-        return "AutoModelForCausalLM" if position_config.generates else "AutoModel"
-    known = (auto for end, auto in _AUTO_CLASSES.items() if position_config.architecture.endswith(end))
-    return next(known, "AutoModel")
 
 
 def claims_markdown() -> str:

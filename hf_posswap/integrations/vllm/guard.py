@@ -52,6 +52,9 @@ HEAD_NAME = "lm_head"
 """Its name in that backend."""
 _IDS = torch.arange(8)[None]  # [1, L]
 _CLOSE = 1e-4
+_SCALES = ("scale", "scaling", "multiplier", "softcapping", "softcap")
+"""Ends of the names of numbers that scale: with a default of None, the config does not tell that they are floats."""
+_INSTALLED = "posswap_guard"
 
 
 def head_name(model_class: type[PreTrainedModel]) -> str:
@@ -72,9 +75,15 @@ def head_problem(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 
     vLLM multiplies the output of the base model by the head's weights and by `logit_scale`, and applies soft-capping;
     its Transformers backend ignores anything else that a class does (Granite divides). A tiny model of the class with
-    the numbers of `config` is used to detect it.
+    the numbers of `config` is used to detect it: those that are floats, and those that scale, which a config.json may
+    write as integers.
     """
-    numbers: dict[str, Any] = {name: value for name, value in config.to_dict().items() if isinstance(value, float)}
+    numbers: dict[str, Any] = {
+        name: value
+        for name, value in config.to_dict().items()
+        if isinstance(value, float)
+        or (type(value) is int and (isinstance(getattr(type(config), name, None), float) or name.endswith(_SCALES)))
+    }
     model = tiny_model(model_class, meta=False, **numbers)
     with torch.no_grad():
         expected = model(_IDS).logits
@@ -95,7 +104,7 @@ def install_guard() -> None:
     from vllm.config import VllmConfig
 
     native = VllmConfig.try_verify_and_update_config
-    if hasattr(native, "__wrapped__"):
+    if hasattr(native, _INSTALLED):
         return
 
     @functools.wraps(native)
@@ -104,6 +113,7 @@ def install_guard() -> None:
             refuse_unservable(self, vllm.__version__)
         return native(self)
 
+    setattr(verify, _INSTALLED, True)  # vLLM, or another plugin, may have wrapped the method too
     VllmConfig.try_verify_and_update_config = verify
 
 

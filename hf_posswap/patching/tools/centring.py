@@ -12,6 +12,7 @@ from hf_posswap.families.locating import locate
 from hf_posswap.families.sites import Stack, TokenTable
 from hf_posswap.patching.apply.guard import alone
 from hf_posswap.patching.plan.plan_swap import refuse_wrapped_parts, unwrap
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,11 +132,7 @@ def _outputs(model: Any, stack: Stack) -> Tensor:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     length = min(_PROBED, stack.geometry.original_length)
     chosen = torch.randint(embeddings.weight.shape[0], (2, length), generator=torch.Generator().manual_seed(0))
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         outputs = model(input_ids=chosen.to(embeddings.weight.device))[0].float()
-    finally:
-        model.train(was_training)
     tied = isinstance(head, nn.Module) and head.weight is embeddings.weight
     return outputs.log_softmax(dim=-1) if tied else outputs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from hf_posswap.errors import DataError
 from hf_posswap.training.data.build import TokenData
 from hf_posswap.training.data.windows import Collate, TokenWindows
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +54,7 @@ def _prove(model: PreTrainedModel, windows: TokenWindows, collate: Collate) -> N
             f"packing {packing!r}: the mask of packed documents is {mask.dtype}, and {type(model).__name__} computes "
             f"in {model.dtype}: give build_data that dtype."
         )
-    with _measuring(model):
+    with evaluating(model), torch.no_grad():
         problem = (_leak_problem if packing == "documents" else _jump_problem)(model, batch, border)
     if problem is not None:
         raise DataError(f"packing {packing!r} on {type(model).__name__}: {problem} Use packing 'none'.")
@@ -121,14 +120,3 @@ def _with_another_token(batch: dict[str, Any], border: int) -> dict[str, object]
     others = ids[0][ids[0] != old_token]
     ids[0, border - 1] = others[0] if len(others) else (old_token + 1) % 2
     return batch | {"input_ids": ids}
-
-
-@contextmanager
-def _measuring(model: PreTrainedModel) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

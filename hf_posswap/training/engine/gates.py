@@ -23,6 +23,7 @@ from hf_posswap.training.config import SENTENCES, Recipe
 from hf_posswap.training.data import TokenWindows
 from hf_posswap.training.engine.objectives import whole_loss
 from hf_posswap.training.engine.sentences import Pooling, all_vectors, distance
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,13 +96,8 @@ def probe(model: PreTrainedModel, batch: dict[str, Any], *, causal: bool, plain:
     if plain is not None:
         rows = {k: rows[k][:, :plain] for k in ("input_ids", "labels")}
         rows["attention_mask"] = torch.ones_like(rows["input_ids"])
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return float(_loss(model, rows, causal))
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        return float(_loss(model, rows, causal))
 
 
 def _loss(model: PreTrainedModel, rows: dict[str, object], causal: bool) -> Tensor:

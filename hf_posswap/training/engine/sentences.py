@@ -23,6 +23,7 @@ from hf_posswap.errors import ConfigError, MissingDependencyError, RemoteCodeErr
 from hf_posswap.training.config import ModelSettings
 from hf_posswap.utils.atomic_io import read_json, write_json
 from hf_posswap.utils.auto_classes import refused_code
+from hf_posswap.utils.devices import evaluating
 from hf_posswap.utils.gguf_source import SUFFIX, is_gguf
 from hf_posswap.utils.user_paths import expand_home
 
@@ -185,13 +186,8 @@ def halves(texts: Tensor, real: Tensor, around: Around) -> tuple[Tensor, Tensor]
 def all_vectors(model: Any, pooling: Pooling, batch: dict[str, Tensor], *, plain: int) -> Tensor:
     """Return the vectors of the first `plain` tokens of a batch's texts, in eval mode, without a gradient, [B, E]."""
     texts, mask = (tensor[:, :plain].to(model.device) for tensor in texts_of(batch))
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return embed(model, pooling, texts, mask)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        return embed(model, pooling, texts, mask)
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

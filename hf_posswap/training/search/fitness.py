@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluation import measure_losses
@@ -165,15 +164,3 @@ def scheme_loss(model: PreTrainedModel, scheme: Scheme, documents: np.ndarray, i
     finally:
         unpatch_model(model)
     return float(losses[length].mean(dtype=np.float64))
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode inside the block, then restore the mode of each module."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -21,7 +21,8 @@ from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.patching.tools.scheme_values import logit_scale_of, set_logit_scale
 from hf_posswap.schemes.common import checks
 from hf_posswap.text.tokens import check_token_ids
-from hf_posswap.training.search.fitness import evaluating, leading_documents
+from hf_posswap.training.search.fitness import leading_documents
+from hf_posswap.utils.devices import evaluating
 from hf_posswap.utils.progress import counted, reporter_for
 from hf_posswap.utils.result_views import ResultView
 

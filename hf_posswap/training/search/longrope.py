@@ -43,7 +43,8 @@ from hf_posswap.training.search.candidates import (
     target_length,
 )
 from hf_posswap.training.search.evolution import Evolution, Progress, documents_digest, load_progress, save_progress
-from hf_posswap.training.search.fitness import Interrupts, evaluating, leading_documents, scheme_loss
+from hf_posswap.training.search.fitness import Interrupts, leading_documents, scheme_loss
+from hf_posswap.utils.devices import evaluating
 from hf_posswap.utils.digests import json_digest, weights_digest
 from hf_posswap.utils.progress import reporter_for
 from hf_posswap.utils.result_views import ResultView

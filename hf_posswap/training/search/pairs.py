@@ -30,7 +30,8 @@ from hf_posswap.schemes import PRope
 from hf_posswap.schemes.common import checks
 from hf_posswap.schemes.rope import Rope, RotaryMechanism, RotaryScheme, own_theta
 from hf_posswap.text.tokens import check_token_ids
-from hf_posswap.training.search.fitness import TokenRows, evaluating, token_rows
+from hf_posswap.training.search.fitness import TokenRows, token_rows
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

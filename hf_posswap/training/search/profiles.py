@@ -33,7 +33,8 @@ from hf_posswap.schemes.mechanism import Mechanism
 from hf_posswap.schemes.rope import RotaryScheme
 from hf_posswap.schemes.sum import Sum, SumMechanism, native
 from hf_posswap.text.tokens import check_token_ids
-from hf_posswap.training.search.fitness import TokenRows, evaluating, token_rows
+from hf_posswap.training.search.fitness import TokenRows, token_rows
+from hf_posswap.utils.devices import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
