@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File
 from repository import PAGE_OF, PICTURE_OF, ROOT, led_on, source_of
 
-sys.path.insert(0, str(ROOT))  # mkdocs has it not; the folder of the recipes is no part of the installed package
+sys.path.insert(0, str(ROOT))  # mkdocs has it not; the folder of the recipes is not part of the installed package
 from generated import GENERATED, explorer, pictures, tutorial  # noqa: E402
 
 _REGION = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)

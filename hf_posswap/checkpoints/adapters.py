@@ -63,7 +63,7 @@ def add_adapter(model: PreTrainedModel, config: PreTrainedConfig, adapter_name: 
 
     Raises:
         NotPatchedError: the model carries no swap: use PEFT alone.
-        OptionError: `config` is no PEFT config, or has no modules_to_save.
+        OptionError: `config` is not a PEFT config, or has no modules_to_save.
         MissingDependencyError: peft is not installed.
 
     Example:

@@ -41,7 +41,7 @@ def checked_repo_id(repo_id: str) -> str:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise CheckpointError(f"{repo_id!r} is no repository on the Hub; give owner/name. {error}") from error
+        raise CheckpointError(f"{repo_id!r} is not a repository on the Hub; give owner/name. {error}") from error
     return repo_id
 
 

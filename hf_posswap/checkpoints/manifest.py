@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, object] | None:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return None
-    problem = "it is no regular file"
+    problem = "it is not a regular file"
     if path.is_file() and not path.is_symlink():
         try:
             content = read_json(path)

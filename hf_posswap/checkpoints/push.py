@@ -150,9 +150,9 @@ def push(
         trust_remote_code: run code of a folder, where its config needs that, to write the card.
 
     Raises:
-        CheckpointError: the source is no checkpoint, or the Hub cannot be reached or refuses: why, whether anything was
-            committed, and what to do.
-        OptionError: a timeout that is no positive number.
+        CheckpointError: the source is not a checkpoint, or the Hub cannot be reached or refuses: why, whether anything
+            was committed, and what to do.
+        OptionError: a timeout that is not a positive number.
         RecordError: its swap cannot be read.
 
     Example:
@@ -247,7 +247,7 @@ def _card_facts(
 
 
 def _check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a folder that is no checkpoint.
+    """Refuse a folder that is not a checkpoint.
 
     Raises:
         CheckpointError: it is not a checkpoint, or a tokenizer was given with it.
@@ -258,7 +258,7 @@ def _check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         named = False
     if not named or not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{shown(folder)} is no checkpoint that can be pushed: it needs a config.json and safetensors. Give "
+            f"{shown(folder)} is not a checkpoint that can be pushed: it needs a config.json and safetensors. Give "
             "a folder that hf_posswap.save or save_pretrained wrote, or a model."
         )
     if tokenizer is not None:

@@ -61,7 +61,7 @@ def save(model: PreTrainedModel, folder: str | Path, *, tokenizer: Any = None, o
         CheckpointError: the folder holds something (with `overwrite`: something that no save wrote, or that was changed
             since), or cannot be written; or weights are offloaded, and no device map says where, or are quantized in a
             form that no checkpoint holds; or the config was changed since the swap, where the swap set it.
-        OptionError: another tokenizer than its own was given with a SentenceTransformer; or `folder` is no path.
+        OptionError: another tokenizer than its own was given with a SentenceTransformer; or `folder` is not a path.
         UnsupportedSwapError: `model` is none of these; a SentenceTransformer has no transformers model in it, or
             several; or an adapter in it has a base that was swapped in memory.
 

@@ -166,7 +166,7 @@ def _read_scheme_file(name: str) -> dict[str, object]:
     try:
         fields = read_bounded_json(expand_home(name))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{shown(Path(name))} is no readable file of a scheme: {error}") from error
+        raise CheckpointError(f"{shown(Path(name))} is not a readable file of a scheme: {error}") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{shown(Path(name))} holds no scheme, which is an object with a name and fields.")
     return fields

@@ -204,7 +204,7 @@ def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str 
     """
     named = arguments[0] if arguments and not _SETTING.match(arguments[0]) else None
     if config is not None and named is not None:
-        raise ConfigError(f"two recipes: --config {config}, and {named!r}, which is no KEY=VALUE. Give one of them.")
+        raise ConfigError(f"two recipes: --config {config}, and {named!r}, which is not KEY=VALUE. Give one of them.")
     if config is None and named is None:
         raise ConfigError(
             "give a recipe first: posswap train yarn, or a file; posswap recipes lists the names, --keys what a recipe "

@@ -261,7 +261,7 @@ def compare(
 
     Raises:
         UnknownNameError: no model is called `baseline`, or no such metric.
-        OptionError: a setting is invalid, there are no candidates or duplicate names, or a candidate is no model,
+        OptionError: a setting is invalid, there are no candidates or duplicate names, or a candidate is not a model,
             folder or Hub id.
         DataError: different tokenizers; and as `evaluate`.
         MissingDependencyError: matplotlib is needed for pictures, or accelerate for several processes, and it is not

@@ -123,7 +123,7 @@ def is_nested() -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether `tensor` is no subclass of torch's own: neither quantised nor sharded; it may be fake.
+    """Return whether `tensor` is not a subclass of torch's own: neither quantised nor sharded; it may be fake.
 
     Touches the same. Without it a fake model would be taken for a quantised one.
     """

@@ -51,7 +51,7 @@ def names_arguments(cls: type) -> bool:
 def is_cache(value: object) -> TypeGuard[Cache]:
     """Return whether `value` is a key-value cache of transformers, paged or not.
 
-    Touches `cache_utils.Cache` and `generation.continuous_batching.cache.PagedAttentionCache`, which is no Cache.
+    Touches `cache_utils.Cache` and `generation.continuous_batching.cache.PagedAttentionCache`, which is not a Cache.
     Without it a cache would have to be found by the name of its argument.
     """
     return isinstance(value, cache_classes())
@@ -121,7 +121,7 @@ def _refuse_unknown_cache(value: object) -> None:
         return
     if hasattr(value, "update") and (hasattr(value, "get_seq_length") or hasattr(value, "get_query_offset")):
         raise TypeError(
-            f"an argument of class {type(value).__name__} works like a cache and is no transformers.Cache: which "
+            f"an argument of class {type(value).__name__} works like a cache and is not a transformers.Cache: which "
             "positions its keys have is unknown. Use a transformers.DynamicCache, or use_cache=False."
         )
 
@@ -358,7 +358,7 @@ def cache_view(cache: Cache, change: Callable[[Tensor], Tensor]) -> Cache:
     Of an encoder-decoder cache the keys of self-attention are changed.
 
     Touches that caches keep what they are in their `__dict__`, and `EncoderDecoderCache.self_attention_cache`. Without
-    it a view would be no Cache by its type, and code that checks types would not take it for one.
+    it a view would not be a Cache by its type, and code that checks types would not take it for one.
 
     Args:
         cache: that the caller passed; it holds what `change` makes of the keys.

@@ -24,7 +24,7 @@ else:
 
 
 def auto_mapping(auto: object) -> Any:
-    """Return the mapping of an Auto class from config classes to model classes; None: `auto` is no Auto class.
+    """Return the mapping of an Auto class from config classes to model classes; None: `auto` is not an Auto class.
 
     Touches `_model_mapping` of the Auto classes. Without it nobody can tell which class a config alone stands for.
     """

@@ -1,7 +1,7 @@
 """The private methods of transformers' Trainer that ours overrides or calls, under public names.
 
 All are alike in transformers 5.14 to 5.23, but for what says otherwise. Only `training` reads this module: it imports
-transformers, and is no part of the code that goes along with checkpoints.
+transformers, and is not part of the code that goes along with checkpoints.
 """
 
 from __future__ import annotations

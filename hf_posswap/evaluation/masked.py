@@ -97,7 +97,7 @@ def masked_losses(
         (3,)
     """
     if model.config.is_encoder_decoder:
-        raise DataError(f"{type(model).__name__} predicts tokens with a decoder: it is no masked language model.")
+        raise DataError(f"{type(model).__name__} predicts tokens with a decoder: it is not a masked language model.")
     if tokenizer.mask_token_id is None:
         raise DataError(
             f"{type(tokenizer).__name__} has no mask token: it is not the tokenizer of a masked language model."

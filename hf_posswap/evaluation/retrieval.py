@@ -173,7 +173,7 @@ def embed(
         while stop < len(documents) and len(documents[stop]) == size and (stop + 1 - start) * size <= batch_tokens:
             stop += 1
         ids = torch.tensor([list(document) for document in documents[start:stop]], device=model.device)
-        inner = unwrap(model)  # PEFT's base_model is no encoder
+        inner = unwrap(model)  # PEFT's base_model is not an encoder
         body = inner.get_encoder() if inner.config.is_encoder_decoder else inner.base_model
         with evaluating(body):
             states = body(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.float()  # [B, L, E]

@@ -156,7 +156,7 @@ class Scorer:
         prefill: tokens of one forward; longer sequences are read in chunks with a cache. None: always one forward.
 
     Raises:
-        UnsupportedSwapError: it is no transformers model, or has virtual tokens of PEFT's prompt learning.
+        UnsupportedSwapError: it is not a transformers model, or has virtual tokens of PEFT's prompt learning.
         DataError: the model has no output head or is not causal, a number is below 1, or `prefill` is given for a
             model whose losses depend on the total length or, by `apart_in_chunks`, on the chunks.
 
@@ -171,7 +171,7 @@ class Scorer:
         if chunk < 1 or (prefill is not None and prefill < 1):
             name, given = ("chunk", chunk) if chunk < 1 else ("prefill", prefill)
             raise DataError(f"{name} is a number of tokens, at least 1, got {given}.")
-        model = unwrap(model)  # PEFT's base_model is no decoder
+        model = unwrap(model)  # PEFT's base_model is not a decoder
         if model.get_output_embeddings() is None:
             raise DataError(f"{type(model).__name__} has no output head to score tokens with: load it as a causal LM.")
         reach = reach_of(model)

@@ -146,7 +146,7 @@ def retention(results: HarnessResults, base: HarnessResults) -> HarnessTable:
         base: the same for the unswapped model, whose lengths may end earlier.
 
     Raises:
-        DataError: one of them is no result of `run_tasks`, or they come from different questions.
+        DataError: one of them is not a result of `run_tasks`, or they come from different questions.
 
     Example:
         >>> cell = {"score": 0.5, "stderr": None, "questions": 10}
@@ -159,7 +159,7 @@ def retention(results: HarnessResults, base: HarnessResults) -> HarnessTable:
     for name, value in (("results", results), ("base", base)):
         if not isinstance(value, Mapping) or not {"table", "settings"} <= set(value):
             raise DataError(
-                f"{name} is no result of run_tasks or posswap lm-eval --out: it has no table and settings. Run the "
+                f"{name} is not a result of run_tasks or posswap lm-eval --out: it has no table and settings. Run the "
                 "tasks again."
             )
     mine, base_settings = results["settings"], base["settings"]

@@ -106,9 +106,11 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         values = load_yaml(read_bounded(file, MOST_YAML_BYTES), Loader)
     except (OSError, ValueError) as error:
-        raise OptionError(f"{shown(file)} is no readable file of a task: {' '.join(str(error).split())}") from error
+        raise OptionError(f"{shown(file)} is not a readable file of a task: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise OptionError(f"{file} is no file of a task: it holds {type(values).__name__}, expected keys with values.")
+        raise OptionError(
+            f"{file} is not a file of a task: it holds {type(values).__name__}, expected keys with values."
+        )
     return values
 
 

@@ -166,7 +166,7 @@ class Scheme:
         """Return a copy with every open parameter filled in for this model.
 
         Raises:
-            SchemeError: the parameters are impossible for this geometry, or max_length is no number of tokens.
+            SchemeError: the parameters are impossible for this geometry, or max_length is not a number of tokens.
         """
         if max_length is not None:
             checks.length(self.name, "max_length", max_length)
@@ -303,7 +303,7 @@ truncate=True, ramp='index', mix='frequencies', attention_factor=None, mscale=No
         try:
             refuse_deep(scheme)
         except ValueError as error:
-            raise SchemeError(f"this dict is no scheme: {error}.") from error
+            raise SchemeError(f"this dict is not a scheme: {error}.") from error
         scheme, options = _from_dict(scheme, options)
     if isinstance(scheme, str) and _is_written_as_sum(scheme):
         return _sum_of(_PLUS.split(scheme.strip()), options)

@@ -93,7 +93,9 @@ class Blend(Scheme):
 
     def _check_rotation(self, new: Scheme, geometry: Geometry) -> None:
         if new.kind == "rotary" and not (isinstance(new, RotaryScheme) and new.is_fixed):
-            raise SchemeError(f"{self.name}: {new} is no fixed set of angles, so there is nothing to blend them into.")
+            raise SchemeError(
+                f"{self.name}: {new} is not a fixed set of angles, so there is nothing to blend them into."
+            )
         if not isinstance(new, RotaryScheme) or geometry.base is None:
             return
         if (new.layout, new.rotary_dim(geometry)) != (geometry.layout or new.layout, geometry.rotary_dim):

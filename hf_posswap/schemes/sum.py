@@ -372,8 +372,8 @@ class Together(Scheme):
 class SSMax(Scheme):
     """Scalable-Softmax: the scores of a query that sees n keys are multiplied by s_h ln n, s_h learned by head.
 
-    A softmax over more keys is flatter; this keeps it as sharp at every length. It is no position mechanism: add it to
-    one, as in `native() + SSMax()` or `Rope() + SSMax()`. n is position + 1, and in a model whose layers all have a
+    A softmax over more keys is flatter; this keeps it as sharp at every length. It is not a position mechanism: add it
+    to one, as in `native() + SSMax()` or `Rope() + SSMax()`. n is position + 1, and in a model whose layers all have a
     sliding window at most that window; where only some have one, n is position + 1 in all of them.
 
     Attributes:

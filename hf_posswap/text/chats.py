@@ -85,7 +85,7 @@ def row_document(row: object, name: str, column: str, *, chats: bool) -> Documen
         try:
             fields["tools"] = json.loads(fields["tools"])
         except ValueError as error:
-            raise DataError(f"{name}: tools is no JSON ({error}): give a list of JSON schemas.") from error
+            raise DataError(f"{name}: tools is not valid JSON ({error}): give a list of JSON schemas.") from error
     return Chat(name, _encodable(json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str), name), fields)
 
 
@@ -101,7 +101,7 @@ def _encodable(text: str, name: str) -> str:
 
 
 def no_text(row: object, name: str, column: str, *, chats: bool) -> DataError:
-    """Return the error for a row that has no text under `column` and, with `chats`, is no chat."""
+    """Return the error for a row that has no text under `column` and, with `chats`, is not a chat."""
     content = f"columns {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
     elsewhere = "data.sources.0.column in a recipe" if chats else "column in Python"
     advice = f"name the column of text by --column, or by {elsewhere}"

@@ -296,7 +296,9 @@ def _json_lines(path: Path) -> Iterator[object]:
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}, line {number} is no JSON ({error}): give one object a line.") from error
+                    raise DataError(
+                        f"{path}, line {number} is not valid JSON ({error}): give one object a line."
+                    ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}.") from error
 

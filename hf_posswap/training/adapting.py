@@ -32,7 +32,7 @@ def run_recipe(recipe: Recipe, *, progress: bool | None = None, reporter: Report
         The run folder, the folder of the finished model, and the report.
 
     Raises:
-        ConfigError: `recipe` is no recipe, or does not fit the model.
+        ConfigError: `recipe` is not a recipe, or does not fit the model.
         CheckpointError: the folder belongs to another run, another process writes there, or it is not writable.
         DataError: the text is unsuitable.
         TrainingError, NumericError, NotEnoughMemoryError, PositionRangeError: a gate stopped it.

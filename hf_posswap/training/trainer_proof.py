@@ -254,7 +254,7 @@ def _plain(value: object) -> object:
         return hashlib.sha256(value).hexdigest()
     if isinstance(value, date):
         return value.isoformat()
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 _ATTACHED: WeakKeyDictionary[object, list[SequenceWatch]] = WeakKeyDictionary()

@@ -102,7 +102,7 @@ def scratch_folder() -> Iterator[Path]:
     """Give a new folder among the temporary files of the system; at the end it is removed, with what is in it.
 
     What killed processes of this user left in such folders is removed first. A system that clears its temporary files
-    by itself is no replacement: what lies there is as large as a model.
+    by itself is not a replacement: what lies there is as large as a model.
 
     Raises:
         CheckpointError: no folder of temporary files can be written; or, from the block, the disk is full.
@@ -259,7 +259,7 @@ def _reason(error: BaseException, path: Path) -> str:
     if isinstance(error, FileExistsError | NotADirectoryError):
         there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
         if not there.is_dir():
-            return f"{shown(there)} is no folder"
+            return f"{shown(there)} is not a folder"
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
@@ -269,7 +269,7 @@ def writable_folder(path: Path) -> Path:
     What killed processes of this package left in it is removed; what lies deeper is left to whoever writes there.
 
     Raises:
-        CheckpointError: it is no folder, or cannot be made or written.
+        CheckpointError: it is not a folder, or cannot be made or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def check_new_file(path: Path) -> None:
         raise CheckpointError(f"{path} already exists: give a new file name.")
     there = next(each for each in path.absolute().parents if os.path.lexists(each))
     if not there.is_dir():
-        raise CheckpointError(f"cannot write {shown(path)}: {shown(there)} is no folder. Choose another folder.")
+        raise CheckpointError(f"cannot write {shown(path)}: {shown(there)} is not a folder. Choose another folder.")
 
 
 def check_room(path: Path, size: int) -> None:

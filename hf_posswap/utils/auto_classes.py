@@ -194,5 +194,5 @@ def _object_in(source: str | Path, name: str, hub: dict[str, object]) -> dict[st
     if isinstance(values, dict):
         return values
     if name == "config.json":
-        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): it is no JSON object")
+        raise CheckpointError(f"{str(source)!r} holds no readable model config (config.json): it is not a JSON object")
     return {}

@@ -26,7 +26,7 @@ def json_digest(value: object) -> str:
     """Return the SHA-256 of `value`, JSON, whatever the order of its names.
 
     Raises:
-        TypeError, ValueError, RecursionError: it is no JSON.
+        TypeError, ValueError, RecursionError: it is not valid JSON.
 
     Example:
         >>> json_digest({"a": 1, "b": 2}) == json_digest({"b": 2, "a": 1})

@@ -62,7 +62,7 @@ def checkpoint_of(source: str | Path, gguf_file: str | None = None, **hub: objec
         hub: revision, token, cache_dir, ... for a Hub id.
 
     Raises:
-        CheckpointError: there is no such file, or several and none is named, or it is no GGUF file, is one part of
+        CheckpointError: there is no such file, or several and none is named, or it is not a GGUF file, is one part of
             several, or holds what transformers would read wrongly.
         MissingDependencyError: the extra `gguf` is not installed.
     """

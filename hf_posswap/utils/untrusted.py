@@ -43,7 +43,7 @@ def read_bounded(path: Path, most: int = MOST_BYTES) -> str:
 
     Raises:
         OSError: it is missing or unreadable, no regular file (a folder, a FIFO, a device), or longer.
-        ValueError: it is not UTF-8, or `path` can be no path.
+        ValueError: it is not UTF-8, or `path` cannot be a path.
 
     Example:
         >>> import tempfile
@@ -54,12 +54,12 @@ def read_bounded(path: Path, most: int = MOST_BYTES) -> str:
         'words'
         >>> read_bounded(Path("/dev/zero"))
         Traceback (most recent call last):
-        OSError: it is no regular file
+        OSError: it is not a regular file
     """
     with open(path, "rb", opener=_open) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         content = file.read(most + 1) if status.st_size <= most else b""
     if status.st_size > most or len(content) > most:
         raise OSError(f"it has more than {most} bytes")
@@ -75,7 +75,7 @@ def parse_json(text: str) -> Any:
     """Return the JSON value that `text` holds.
 
     Raises:
-        ValueError: it is no JSON, deeper than `MOST_LEVELS`, or has an integer of more than `MOST_DIGITS` digits.
+        ValueError: it is not valid JSON, deeper than `MOST_LEVELS`, or an integer has more than `MOST_DIGITS` digits.
 
     Example:
         >>> parse_json('{"a": [1, 2]}')
@@ -129,8 +129,8 @@ def load_yaml(text: str, loader_class: type[yaml.SafeLoader]) -> Any:
         loader_class: a subclass of `yaml.SafeLoader`, which constructs the values.
 
     Raises:
-        ValueError: it is no YAML, a text does not fit its tag, or it is deeper than `MOST_LEVELS`, holds itself, comes
-            to more than `MOST_VALUES`, or has an integer of more than `MOST_DIGITS` digits.
+        ValueError: it is not valid YAML, a text does not fit its tag, or it is deeper than `MOST_LEVELS`, holds itself,
+            comes to more than `MOST_VALUES`, or has an integer of more than `MOST_DIGITS` digits.
 
     Example:
         >>> import yaml

@@ -629,7 +629,7 @@ def test_a_file_in_the_place_of_its_folder_is_told_before_the_work(
         monkeypatch.setattr(f"hf_posswap.checkpoints.exports.{module}.load", load)
     folder = saved(tmp_path / "x", "llama", "ntk", factor=4.0)
     (tmp_path / "a").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"a is no folder. Choose another folder"):
+    with pytest.raises(CheckpointError, match=r"a is not a folder. Choose another folder"):
         export(folder, target, tmp_path / "a" / "b" / name)
 
 

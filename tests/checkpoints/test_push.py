@@ -266,7 +266,7 @@ def test_lfs_with_xet_on_fails_clearly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("repo_id", ["a b", "me/too/deep", "../up", "/abs"])
 def test_what_is_no_repository_is_refused_before_anything_is_saved(repo_id: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no repository on the Hub; give owner/name"):
+    with pytest.raises(CheckpointError, match="is not a repository on the Hub; give owner/name"):
         hf_posswap.push(tmp_path, repo_id)
 
 
@@ -383,8 +383,8 @@ def test_the_command_shows_what_would_go(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["{folder}", "a b"], "is no repository on the Hub"),
-        (["{folder}/missing", REPO], "is no checkpoint that can be pushed"),
+        (["{folder}", "a b"], "is not a repository on the Hub"),
+        (["{folder}/missing", REPO], "is not a checkpoint that can be pushed"),
         (["{folder}", REPO], "HF_HUB_OFFLINE is set"),
         (["{folder}", REPO, "--results", "{folder}/missing.json"], "cannot read the results in"),
     ],

@@ -167,7 +167,7 @@ def test_texts_that_are_none_are_said_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        ("{", 4, "is no readable file of a scheme"),
+        ("{", 4, "is not a readable file of a scheme"),
         ("[1]", 4, "holds no scheme, which is an object with a name and fields"),
         ('{"factor": 2}', 2, "a scheme's dict needs its name under 'name'"),
         ('{"name": "yarm"}', 2, "Did you mean 'yarn'"),

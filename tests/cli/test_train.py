@@ -141,7 +141,7 @@ def test_the_finished_model_is_pushed_without_a_path_of_this_machine(tmp_path: P
         (("-c", "none.yaml"), r"none.yaml cannot be read: No such file"),
         (("none.yaml",), r"none.yaml cannot be read: No such file"),
         (("yran",), r"unknown recipe 'yran'\. Did you mean 'yarn'\?"),
-        (("-c", "yarn", "abf"), r"two recipes: --config yarn, and 'abf', which is no KEY=VALUE"),
+        (("-c", "yarn", "abf"), r"two recipes: --config yarn, and 'abf', which is not KEY=VALUE"),
         (("yarn", "abf"), r"'abf': expected KEY=VALUE, for example training.max_steps=100"),
         (
             ("yarn", "model.name=any"),

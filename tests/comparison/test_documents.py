@@ -53,7 +53,7 @@ def test_the_default_is_this_pythons_own_text() -> None:
         ("none.txt", None, "none.txt does not exist; give text files"),
         ("a.txt", "", "a.txt is empty: there is no document in it"),
         ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.jsonl", "{no json}\n", "a.jsonl, line 1 is no JSON"),
+        ("a.jsonl", "{no json}\n", "a.jsonl, line 1 is not valid JSON"),
         ("a.jsonl", '{"body": 1}\n', r"a.jsonl 0 has no text under 'text', it has columns \['body'\]"),
         ("a.jsonl", '{"text": "half of one: \\ud83d"}\n', r"a.jsonl 0 has half a surrogate pair, '\\ud83d'"),
         ("a.bin", "x", "a.bin is of an unknown kind; known: .txt"),

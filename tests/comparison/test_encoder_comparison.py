@@ -83,7 +83,7 @@ def test_an_encoder_decoder_is_measured_by_its_encoder() -> None:
     for alone, inside in zip(expected, found, strict=True):
         assert inside["retrieval"] == alone["retrieval"]
         assert inside.get("vectors") == alone.get("vectors")
-        assert "it is no masked language model" in inside["not_measured"]["mlm_pos"]
+        assert "it is not a masked language model" in inside["not_measured"]["mlm_pos"]
     assert found[1]["vectors"][0]["cosine"] < 0.999
     (native, _) = evaluate(whole, "rope", metrics="ppl_prefix", **how).results["models"].values()
     assert "has an encoder: this metric is for causal models" in native["not_measured"]["ppl_prefix"]

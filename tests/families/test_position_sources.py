@@ -21,7 +21,7 @@ SHOWN = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], [1] * 12, [1, 1, 1, 
 """Padding on the left, inside and on the right of three rows."""
 IDS = words(3, 12)
 OWN = ("house",)
-"""Models that are no class of transformers."""
+"""Models that are not a class of transformers."""
 FALCON_ALIBI = {"alibi": True}
 
 

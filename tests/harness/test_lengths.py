@@ -242,7 +242,7 @@ def test_a_base_can_be_an_earlier_run_of_the_same_questions(tmp_path: Path) -> N
     assert retention(found, base)["rows"][0]["retention"] == {"all": share}
     with pytest.raises(DataError, match="answered different questions: limit 2 and None"):
         run_tasks(gpt2(3), [task], base=base, limit=2, tokenizer=TOKENIZER)
-    with pytest.raises(DataError, match="base is no result of run_tasks"):
+    with pytest.raises(DataError, match="base is not a result of run_tasks"):
         run_tasks(gpt2(3), [task], base={"results": {}}, tokenizer=TOKENIZER)
 
 

@@ -773,7 +773,7 @@ def _duck_caches() -> None:
     native = utils.DynamicCache
 
     class Store:
-        """A cache that is no Cache."""
+        """A cache that is not a Cache."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._native = native(*args, **kwargs)
@@ -787,7 +787,7 @@ def _duck_caches() -> None:
         module.DynamicCache = Store  # type: ignore[misc, assignment]
 
 
-_add("caches are of a class that is no Cache", core=_duck_caches, spares=_CACHES_IN_PAIRS)
+_add("caches are of a class that is not a Cache", core=_duck_caches, spares=_CACHES_IN_PAIRS)
 
 
 def _by_keyword_core() -> None:

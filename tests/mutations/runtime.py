@@ -86,7 +86,7 @@ class Wrapped(nn.Module):
 
 
 class OneLayer:
-    """What one layer sees of a cache: it is no Cache."""
+    """What one layer sees of a cache: it is not a Cache."""
 
     def __init__(self, cache: Any, layer: int) -> None:
         self.cache, self.layer = cache, layer

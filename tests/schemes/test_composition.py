@@ -133,8 +133,8 @@ def test_impossible_compositions_are_refused(make: Callable[[], Any], says: str)
         (Blend(new=Rope()), {}, 129, "blend: the old table, which is still in use, ends at 128 positions"),
         (Blend(new=Rope(), old="rotary"), {}, None, "blend: old='rotary', but the model has a table."),
         (Blend(new=Rope()), {"base": 9.0, "rotary_dim": 16}, None, "angles follow the length of its input"),
-        (Blend(new=XPos()), {}, None, "is no fixed set of angles, so there is nothing to blend them into."),
-        (Blend(new=Dynamic(factor=2)), {}, None, "is no fixed set of angles"),
+        (Blend(new=XPos()), {}, None, "is not a fixed set of angles, so there is nothing to blend them into."),
+        (Blend(new=Dynamic(factor=2)), {}, None, "is not a fixed set of angles"),
         (Blend(new=LongRope(long_factor=[2.0] * 8, factor=2, pin=500, original_positions=3)), {}, None, "is no fixed"),  # type: ignore[arg-type]
         (
             Blend(new=Rope(partial=0.5)),

@@ -273,8 +273,8 @@ def test_a_sum_is_written_with_plus_signs_and_comes_back_from_its_dict(text: str
 @pytest.mark.parametrize(
     ("name", "scheme", "says"),
     [
-        ("llama", "native", "native .* is no scheme by itself. Add one to it, as in native \\+ alibi"),
-        ("llama", "ssmax", "ssmax .* is no scheme by itself. Add it to one, as in native \\+ ssmax"),
+        ("llama", "native", "native .* is not a scheme by itself. Add one to it, as in native \\+ alibi"),
+        ("llama", "ssmax", "ssmax .* is not a scheme by itself. Add it to one, as in native \\+ ssmax"),
         ("llama", "native + rope", r"native \(rope, theta 10000\) and rope\(.*\) each rotate queries and keys"),
         (
             "llama",

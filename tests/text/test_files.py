@@ -46,7 +46,7 @@ def test_blank_lines_between_rows_are_no_rows(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "one"}\n\n  \r\n{"text": "two"}\n\n')
     assert [document.text for document in file_documents(path, "text")] == ["one", "two"]
     path.write_text('{"text": "one"}\n\nno row\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3 is no JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3 is not valid JSON"):
         list(file_documents(path, "text"))
 
 

@@ -68,9 +68,9 @@ def test_parents_are_made_and_other_errors_pass_through(tmp_path: Path) -> None:
 
 def test_a_place_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot write .*file.x: .*file is no folder.*choose another folder"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*file.x: .*file is not a folder.*choose another folder"):
         write_text(tmp_path / "file" / "x", "text")
-    with pytest.raises(CheckpointError, match=r"cannot write to the folder .*file is no folder. Choose another"):
+    with pytest.raises(CheckpointError, match=r"cannot write to the folder .*file is not a folder. Choose another"):
         writable_folder(tmp_path / "file")
 
 

@@ -132,7 +132,7 @@ def named_source(model: object) -> tuple[str, object]:
         model_config = config()
         model_config.architectures = [model.__name__]
         if model_class_of(model_config) is not model:
-            raise OptionError(f"{model.__name__} is no class of transformers that a config can name.")
+            raise OptionError(f"{model.__name__} is not a class of transformers that a config can name.")
         return _PLACEHOLDER, model_config
     if issubclass(model, transformers.PreTrainedConfig):
         return _PLACEHOLDER, model()

@@ -319,5 +319,5 @@ def literature_of(subject: str, parameters: int, *, is_trained: bool) -> tuple[L
 
 
 def further_literature(parameters: int) -> tuple[Literature, ...]:
-    """Return the published results near a size about methods that are no option of `advise`."""
+    """Return the published results near a size about methods that are not options of `advise`."""
     return tuple(row for row in LITERATURE if not row.subjects and row.is_near(parameters))

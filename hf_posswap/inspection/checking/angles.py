@@ -133,7 +133,7 @@ def _of_buffer(each: RotarySet) -> Finding | None:
     is_unset = not bool(angles.any()) and (each.due is None or bool(each.due.any()))  # without positions, all are zero
     if not bool(torch.isfinite(angles).all()) or float(angles.abs().max()) > 1e3 or is_unset:
         return Finding(
-            "error", each.where, "its values are no angles (not finite, or all zero, or above 1000): memory that "
+            "error", each.where, "its values are not angles (not finite, or all zero, or above 1000): memory that "
             "nothing filled. Angles are not among the saved weights, so to_empty() and load_state_dict() leave them.",
             "Load with from_pretrained, or build the rotary module again from the config.", "angles-nonfinite",
         )  # fmt: skip

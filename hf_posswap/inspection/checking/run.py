@@ -83,7 +83,7 @@ def check(
 
     Raises:
         CheckpointError: there is nothing readable.
-        UnsupportedSwapError: `model` is no transformers model.
+        UnsupportedSwapError: `model` is not a transformers model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -298,7 +298,7 @@ def _rotary_problems(
 def _contradict(config: PreTrainedConfig, planned: object, sets: tuple[str, ...]) -> bool:
     """Return whether the rope parameters of a config contradict the planned ones, even if the angles agree.
 
-    A key missing in one of them is no contradiction: releases of transformers differ in the defaults that they write.
+    A key that one of them lacks is not a contradiction: releases of transformers differ in the defaults they write.
     """
     pairs = (_actual_and_planned(config, planned, name) for name in sets)
     return any(

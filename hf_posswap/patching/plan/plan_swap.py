@@ -538,7 +538,7 @@ def with_native(model: nn.Module, stack: Stack, scheme: Scheme) -> Scheme:
             "one to it, as in native + alibi" if scheme.keeps_native else f"it to one, as in native + {scheme.name}"
         )
         raise SchemeError(
-            f"{scheme.name} ({scheme.summary}) is no scheme by itself. Add {adding} (in Python, native() + ...)."
+            f"{scheme.name} ({scheme.summary}) is not a scheme by itself. Add {adding} (in Python, native() + ...)."
         )
     if not scheme.keeps_native:
         return scheme

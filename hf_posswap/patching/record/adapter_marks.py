@@ -88,8 +88,8 @@ def record_in(weights: Mapping[str, Tensor]) -> SwapRecord | None:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RecordError(
-            f"the weights of this adapter hold a {RECORD} that is no record of a swap ({error}): take them from where "
-            "they were saved."
+            f"the weights of this adapter hold a {RECORD} that is not a record of a swap ({error}): take them from "
+            "where they were saved."
         ) from error
 
 

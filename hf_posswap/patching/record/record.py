@@ -71,7 +71,7 @@ def check_record(values: dict[str, Any]) -> None:
         known = _ORIGINAL.get(leaf) if not parent or _PART.fullmatch(parent) else None
         if known is None:
             raise RecordError(
-                f"config.posswap: original.{name} is no config value that a swap changes; those are "
+                f"config.posswap: original.{name} is not a config value that a swap changes; those are "
                 f"{', '.join(_ORIGINAL)}."
             )
         _need(known[0](value), f"original.{name}", value, known[1])

@@ -156,7 +156,7 @@ def _with_native(scheme: Scheme, geometry: Geometry, old: Tensor | None) -> Sche
     """Return `scheme` with the rotation or the table of a model instead of `native`."""
     if not scheme.standalone:
         raise OptionError(
-            f"{scheme.name} is no scheme by itself, only a part of one: draw a sum, as rope + {scheme.name}."
+            f"{scheme.name} is not a scheme by itself, only a part of one: draw a sum, as rope + {scheme.name}."
         )
     if not isinstance(scheme, Sum) or not scheme.keeps_native:
         return scheme

@@ -161,10 +161,10 @@ def draw_positions(
 
     Raises:
         UnknownNameError: no such picture or scheme.
-        OptionError: there is nothing to draw, a requested picture applies to none of the schemes, `out` is no path, or
-            the geometry is given twice.
+        OptionError: there is nothing to draw, a requested picture applies to none of the schemes, `out` is not a path,
+            or the geometry is given twice.
         DataError: the model carries a swap.
-        UnsupportedSwapError, UnsupportedModelError: `model` is no transformers model, or no family describes it.
+        UnsupportedSwapError, UnsupportedModelError: `model` is not a transformers model, or no family describes it.
         SchemeError: a scheme does not fit such a model.
         MissingDependencyError: matplotlib is not installed.
         CheckpointError: a file cannot be written.

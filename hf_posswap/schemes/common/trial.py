@@ -238,7 +238,7 @@ class _Trial:
         if value.dtype != dtype:
             raise self._wrong(method, f"gives {value.dtype}", f"{dtype}, the dtype that it is added or attended in")
         if bool(value.isnan().any()):
-            raise self._wrong(method, "gives values that are no numbers (nan)", "numbers")
+            raise self._wrong(method, "gives values that are not numbers (nan)", "numbers")
 
     def _agree(self, method: str, value: Tensor, other: Tensor, expected: str, other_name: str = "`bias`") -> None:
         if not torch.allclose(value.float(), other.float(), rtol=1e-4, atol=1e-5):

@@ -227,7 +227,7 @@ def _write_groups(
     """
     hash_positions: set[float] = set()
     rows = {"chats": 0, "without_loss": 0}
-    text = ""  # the name of a document that is no chat
+    text = ""  # the name of a document that is not a chat
     for group in groups:
         encoded = list(_encode(group, encoder, chats))
         progress.count(len(group), sum(len(ids) for ids, _ in encoded))

@@ -168,7 +168,7 @@ def stop_at_sigterm(trainer: PosswapTrainer) -> Iterator[StopAtSigterm]:
     """Have SIGTERM stop the training of `trainer` after a whole step, within the block, and give what notes it.
 
     Raises:
-        ConfigError: this is no main thread, and Python gives signals to that alone.
+        ConfigError: this is not the main thread, and Python gives signals to that alone.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is no model of its own, and models with a part inside a wrapper: refused, with what to do instead."""
+"""What is not a model of its own, and models with a part inside a wrapper: refused, with what to do instead."""
 
 from __future__ import annotations
 

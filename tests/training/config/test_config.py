@@ -222,7 +222,7 @@ IMPOSSIBLE = [
     ),
     (
         {"training": {"hub_model_id": "me/my/model"}},
-        r"hub_model_id: 'me/my/model' is no repository on the Hub; give own",
+        r"hub_model_id: 'me/my/model' is not a repository on the Hub; give own",
     ),
     ({"training": {"push_to_hub": True}}, r"training.push_to_hub: say where to: training.hub_model_id"),
     ({"training": {"save_steps": -1}}, r"training.save_steps: expected a number above 0, got -1"),

@@ -301,7 +301,7 @@ def test_text_and_chats_are_told_apart(tmp_path: Path) -> None:
         ([{"messages": [{"role": "user"}]}], PLAIN, {}, r"messages\[0\] is \{'role': 'user'\}"),
         ([{"prompt": "a", "completion": [say("assistant", "b")]}], PLAIN, {}, "both text or both lists of messages"),
         ([{"conversations": []}], PLAIN, {}, r"rename conversations, from and value to messages, role and content"),
-        ([{"messages": turns(1), "tools": "no json"}], PLAIN, {}, r"rows.jsonl 0: tools is no JSON"),
+        ([{"messages": turns(1), "tools": "no json"}], PLAIN, {}, r"rows.jsonl 0: tools is not valid JSON"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused(

@@ -586,7 +586,7 @@ def is_learned(mechanism: Mechanism) -> bool:
 def flex_bias(mechanism: Mechanism, span: Span, batch: int) -> Penalty | ByDistance | None:
     """Return what flex_attention adds to its scores, for `batch` rows; any mask, any positions.
 
-    None: the mechanism adds nothing, or needs the bias as a tensor, as it is no function of distance.
+    None: the mechanism adds nothing, or needs the bias as a tensor, as it is not a function of distance.
     """
     positions = span.query.expand(batch, -1), span.key.expand(batch, -1)
     slopes = mechanism.slopes

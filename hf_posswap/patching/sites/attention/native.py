@@ -347,7 +347,7 @@ class LeaveOut(BuiltByConfig, TouchesModule):
 
 
 def relative_part(model: nn.Module, stack: Stack) -> RelativePart | None:
-    """Return the positions inside the attention of `stack` that are no scheme, or None."""
+    """Return the positions inside the attention of `stack` that are not a scheme, or None."""
     relative = None if stack.spec.traits is None else stack.spec.traits.relative
     return relative if relative is not None and relative.is_in(config_at(model.config, stack.config)) else None
 
