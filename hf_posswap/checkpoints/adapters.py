@@ -44,14 +44,15 @@ from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import weight_files
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
 
 SIDECAR_VERSION = 1
 ADAPTER_CONFIG = "adapter_config.json"
 _HINT = "{base} (positions swapped to {scheme}; load this adapter with hf_posswap.load)"
 
 
-def add_adapter(model: PreTrainedModel, config: PreTrainedConfig, adapter_name: str = "default") -> Any:
+def add_adapter(model: PreTrainedModel, config: PeftConfig, adapter_name: str = "default") -> Any:
     """Return a PEFT model around the swapped `model` whose adapter trains the positions too, and carries the swap.
 
     It is `peft.get_peft_model` with `position_modules(model)` added to the `modules_to_save` of a copy of `config`.

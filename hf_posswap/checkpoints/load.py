@@ -1,6 +1,6 @@
 """Loading checkpoints in one call, strictly: base and swapped models, adapters with their base, and the example.
 
-A record is held against its checkpoint before it is believed, and no adapter gets on a base with another mechanism.
+A swap record is checked against config and weights, and an adapter loads only on a base with the same mechanism.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def prove_equal(
     vocabulary = min(each.config.vocab_size for each in pair)
     padding = getattr(model.config, "pad_token_id", None)
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    differences = []
     try:
         for length in lengths:
             ids = torch.randint(0, vocabulary, (2, length), generator=generator)
@@ -316,11 +316,11 @@ def prove_equal(
                     )
                 for name, value in expected.items():
                     apart, spread = (outputs[name] - value).abs().max(), (value - value.mean()).abs().max()
-                    found.append((float(apart), float(spread)))
+                    differences.append((float(apart), float(spread)))
     finally:
         for each, training in zip(pair, modes, strict=True):
             each.train(training)
-    worst = max(found, key=lambda pair: (math.isnan(pair[0]), pair[0] / max(pair[1], 1e-30), pair[1]))
+    worst = max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0] / max(pair[1], 1e-30), pair[1]))
     proof = Proof(lengths, *worst)
     if not 0 < proof.spread or not proof.difference <= TOLERANCE * proof.spread:  # a NaN too
         raise SwapVerificationError(

@@ -26,7 +26,7 @@ RESULTS = "results.json"
 EVALUATION = "hf_posswap evaluation"
 """What results.json of `evaluate` and `compare` says of itself."""
 _CONTROLS = ("base", "control")
-"""Models of a comparison that a card shows beside its own."""
+"""Models of a comparison that a card shows next to its own."""
 REPORT = "report.json"
 """The report that a training writes into the folder of its run."""
 
@@ -86,18 +86,18 @@ def _entry_of(results: Results, plan: SwapPlan | None, training: TrainingRecord 
     """
     record = None if plan is None else json.loads(json.dumps(plan.record.to_dict())) | {"max_length": 0}
     trained = None if training is None else str(training)
-    found = []
+    matches = []
     for label, model in results.values["models"].items():
         measured = None if model["plan"] is None else model["plan"]["record"] | {"max_length": 0}
         if measured == record and model.get("trained") == trained:
-            found.append(label)
-    if len(found) == 1:
-        return str(found[0])
+            matches.append(label)
+    if len(matches) == 1:
+        return str(matches[0])
     swap = "no swap" if plan is None else f"the swap {plan.scheme.name}"
     raise CheckpointError(
         f"this model has {swap} and {f'was trained ({trained})' if trained else 'no recorded training'}, and of the "
-        f"models of the results ({', '.join(results.values['models'])}) {', '.join(found) or 'none'} "
-        f"{'have the same: give results that hold one of them' if found else 'has the same: give its own results'}."
+        f"models of the results ({', '.join(results.values['models'])}) {', '.join(matches) or 'none'} "
+        f"{'have the same: give results that hold one of them' if matches else 'has the same: give its own results'}."
     )
 
 
@@ -106,8 +106,8 @@ def _lengths(results: Results, label: str) -> tuple[list[dict[str, Any]], str]:
     model = results.values["models"][label]
     cannot = [{"length": int(length), "cannot_run": why} for length, why in model["cannot_run"].items()]
     scores = model.get("ppl_prefix") or model.get("mlm_pos", {}).get("lengths", [])
-    said, vectors = model.get("conclusion") or {}, model.get("vectors") or []
-    verdict = " ".join(said[name] for name in ("text", "inside") if said.get(name))
+    conclusion, vectors = model.get("conclusion") or {}, model.get("vectors") or []
+    verdict = " ".join(conclusion[name] for name in ("text", "inside") if conclusion.get(name))
     cosines = ", ".join(f"{row['cosine']:.3f} at {row['length']:,} tokens" for row in vectors)
     if cosines and not verdict:  # of an encoder
         verdict = f"Mean cosine of its vectors to those of {results.values['base']}: {cosines}."
@@ -158,14 +158,14 @@ def evaluation(
     entries = [_entry(name, value, data, task) for name, value in perplexities.items() if value is not None]
     notes = [f"> {markdown_text(each)}" for each in results.values.get("notes", [])]
     note = f"Text: {markdown_text(data)}. In brackets: 95 % interval over documents."
-    texts = [markdown_text(verdict), _beside_controls(results, mine, plan), note, *notes]
+    texts = [markdown_text(verdict), _with_controls(results, mine, plan), note, *notes]
     return "\n\n".join(text for text in texts if text), entries
 
 
-def _beside_controls(results: Results, mine: str, plan: SwapPlan | None) -> str:
-    """Return the table of the perplexities of a model, by its label, beside those of the base and the control."""
-    beside = [label for label in results.values["models"] if label in (results.values["base"], *_CONTROLS)]
-    names = {label: label if label in _CONTROLS else "base" for label in beside}
+def _with_controls(results: Results, mine: str, plan: SwapPlan | None) -> str:
+    """Return the table of the perplexities of a model, by its label, with those of the base and the control."""
+    controls = [label for label in results.values["models"] if label in (results.values["base"], *_CONTROLS)]
+    names = {label: label if label in _CONTROLS else "base" for label in controls}
     name = names.pop(mine, "unswapped")
     names = {mine: name if plan is None else plan.scheme.name, **names}
     head = ["perplexity at", *map(str, results.values["lengths"])]

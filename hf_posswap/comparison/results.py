@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -29,9 +29,6 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.evaluation.statistics import LEAST_DOCUMENTS
 from hf_posswap.patching.record.training import training_of
 from hf_posswap.utils.atomic_io import read_json, write_json, write_text
-
-if TYPE_CHECKING:
-    pass
 
 _PROCESSORS = Path("/proc/cpuinfo")
 _CHANGE = (("difference", ()), ("low", ("low",)), ("high", ("high",)), ("p_holm", ("p",)))

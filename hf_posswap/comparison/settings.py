@@ -114,9 +114,6 @@ class EvalSettings:
         return f"EvalSettings({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in fields)})"
 
 
-SETTING_NAMES = tuple(field.name for field in dataclasses.fields(EvalSettings))
-
-
 def merge_settings(settings: EvalSettings | None, given: dict[str, Any]) -> EvalSettings:
     """Return `settings`, or the defaults, with those of the values `given` by name that are not None.
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from hf_posswap.utils.progress import Reporter
-
 
 _QUIET_SECONDS, _SHOWN_SECONDS = 30.0, 0.2
 _TIMED_TOKENS, _TIMED_SECONDS = 64, 0.2  # the first forward that is timed, and how long the last one takes at least

@@ -145,7 +145,7 @@ class Scheme:
 
     @property
     def keeps_native(self) -> bool:
-        """Whether the mechanism that the model has stays at work beside what the scheme adds."""
+        """Whether the native mechanism of the model remains active together with the scheme."""
         return False
 
     @property

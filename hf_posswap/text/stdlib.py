@@ -26,7 +26,7 @@ class Document(ResultView):
     """One whole text.
 
     Attributes:
-        name: its origin, "stdlib/json/decoder.py" or "topics/lambda", which determines the split.
+        name: its origin, "stdlib/json/decoder.py" or "topics/lambda".
         text: all of it.
     """
 

@@ -446,7 +446,7 @@ class PosswapCallback(TrainerCallback, ExportableState):
 
 
 def _warn_of_decay(model: PreTrainedModel, optimizer: object) -> None:
-    """Warn of weight decay on learned vectors of a mechanism: 0 is not a neutral value of a slope before its softplus."""
+    """Warn of weight decay on vectors that a mechanism learns: of a slope before its softplus 0 is not neutral."""
     groups = getattr(optimizer, "param_groups", ())
     rates = {id(parameter): group.get("weight_decay", 0) for group in groups for parameter in group["params"]}
     decayed = {

@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar, cast
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MAKING, _changing = threading.RLock(), threading.Lock()
-"""Held while something is made that there must be one of."""
+"""MAKING guards the creation of process-wide singletons."""
 PROCESS = threading.RLock()
 """Held while this package changes what the whole process reads: the default dtype, the environment, random numbers."""
 

@@ -21,7 +21,7 @@ from hf_posswap.testing.tiny import tiny_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 OLDEST, NEWEST = (0, 32), (0, 32)
 """Tested releases, (major, minor)."""
@@ -147,7 +147,7 @@ def refuse_unservable(vllm_config: VllmConfig, version: str) -> None:
         )
 
 
-def _refuse_native(model: PreTrainedConfig, config: PreTrainedConfig) -> None:
+def _refuse_native(model: ModelConfig, config: PreTrainedConfig) -> None:
     """Refuse a checkpoint that stock transformers runs, whose rotation vLLM would compute wrongly."""
     try:
         position_config = position_config_of(config)

@@ -2,8 +2,8 @@
 
 An inference engine keeps the keys and values of all texts in blocks of one cache, and its kernels compute the scores.
 Where a scheme rotates near and far keys differently, or adds a bias that is not a line of the distance, they cannot.
-Here the blocks of one request after another are gathered, and the functions that attend in transformers attend: a request
-alone is an ordinary text, whatever else is in the batch and however much of it was read before.
+Here the blocks of one request after another are gathered, and the functions that attend in transformers attend: a
+request alone is an ordinary text, whatever else is in the batch and however much of it was read before.
 
 Memory: the keys and values of one layer and one request, once for each rotation of the scheme, and the scores of a
 block of queries.

@@ -148,8 +148,8 @@ def _read(path: Path, above: tuple[Path, ...], seen: list[Path]) -> dict[str, ob
     except ValueError as error:
         raise ConfigError(f"{shown(path)} cannot be read as YAML: {error}.") from error
     if not isinstance(values, dict):
-        found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{shown(path)} must hold keys and values, got {found}.")
+        content = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{shown(path)} must hold keys and values, got {content}.")
     included = values.pop(INCLUDE, [])
     names = [included] if isinstance(included, str) else included
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

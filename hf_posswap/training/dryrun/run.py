@@ -181,8 +181,8 @@ def dry_run(
 
     Raises:
         UnknownNameError, OptionError: no such GPU or file.
-        ConfigError: `recipe` is not a recipe, a dry run does not support the launch or the recipe, or a GPU is given for
-            a training on a CPU.
+        ConfigError: `recipe` is not a recipe, a dry run does not support the launch or the recipe, or a GPU is given
+            for a training on a CPU.
         UnsupportedModelError: the model's step depends on values of its weights.
         PosswapError: the recipe itself is refused.
     """

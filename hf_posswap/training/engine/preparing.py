@@ -296,7 +296,7 @@ def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def stop_at(model: PreTrainedModel, token: int) -> None:
-    """Make generation by `model` stop at `token`, and go on to stop where it did."""
+    """Add `token` to the ids at which generation by `model` stops."""
     model = unwrap(model)
     model.config.get_text_config().eos_token_id = token
     if (generation := getattr(model, "generation_config", None)) is None:

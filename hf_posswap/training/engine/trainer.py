@@ -83,7 +83,7 @@ def explosion(losses: list[float], settings: GateSettings) -> str | None:
 
 @dataclass(eq=False)
 class BlendScheduleCallback(TrainerCallback):
-    """Advances a blend at the beginning of each step, and of a resumed training to where it was, be no step left.
+    """Sets the weight of a blend before each step, and when a training resumes to that of its checkpoint.
 
     Attributes:
         model: with the blend.

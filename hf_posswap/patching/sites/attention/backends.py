@@ -566,7 +566,7 @@ def _flex_reads(request: Request) -> bool:
 
 
 def attend(request: Request, pieces: Callable[[], tuple[Piece, ...]]) -> Tensor | None:
-    """Return attention [B, Q, H, D] in the way that `choose` names; None: in the plain way, which is elsewhere.
+    """Return attention [B, Q, H, D], computed by the backend that `choose` names; None: by the plain one, the caller's.
 
     Args:
         request: the call.

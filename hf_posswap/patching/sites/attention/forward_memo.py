@@ -66,11 +66,11 @@ class Span:
 
 @dataclass
 class Standing:
-    """How an attention layer was called, and where its tokens stand: one that is called alike stands alike.
+    """How an attention layer was called, and the positions of its tokens: layers called alike share the positions.
 
     Attributes:
         mechanism: of the layer.
-        span: where queries and keys stand.
+        span: the positions of queries and keys.
         keys: the form in which cached keys come.
         slot: place or name of the cache among the arguments; None: there is no cache.
         cache: as the layer was given it.
