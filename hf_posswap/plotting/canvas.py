@@ -105,7 +105,9 @@ def percent_text(value: float, digits: int | None = 1) -> str:
 
 
 def mark_window(ax: Axes, window: int, *, at_bottom: bool = False) -> None:
-    """Draw a line at the end of the original window, with its name at the top or at the bottom."""
+    """Draw a line at the end of the original window, with its name at the top or at the bottom, if `ax` reaches it."""
+    if not ax.get_xlim()[0] <= window <= ax.get_xlim()[1]:
+        return
     ax.axvline(window, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     ax.annotate(
         "original window",

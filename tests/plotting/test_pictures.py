@@ -100,6 +100,14 @@ def test_a_model_that_breaks_does_not_flatten_the_differences(tmp_path: Path, fi
     assert "cut off" in ax.get_ylabel()
 
 
+def test_a_window_that_the_axis_does_not_reach_is_not_marked(tmp_path: Path) -> None:
+    """Its name lay far outside, and the axes were laid out around it with a warning."""
+    draw_perplexity_by_length([Curve("a", (Point(32, 8.0, 7.5, 8.5),))], 64, tmp_path / "a.png", below="")
+    assert "original window" not in (tmp_path / "a.svg").read_text()
+    draw_perplexity_by_length([Curve("a", (Point(64, 8.0, 7.5, 8.5),))], 64, tmp_path / "b.png", below="")
+    assert "original window" in (tmp_path / "b.svg").read_text()
+
+
 def test_a_wild_curve_does_not_flatten_the_others(tmp_path: Path, figures: list[Figure]) -> None:
     wild = Curve("wild", (Point(128, 9.0, 8.0, 10.0), Point(256, 1e6, 9e5, 2e6)))
     draw_perplexity_by_length([*CURVES, wild], 128, tmp_path / "a.png", below="")

@@ -220,7 +220,10 @@ def _cause(plain: float, limit: float, first: FirstLoss, plan: SwapPlan | None) 
         )
     if plan is None:
         return "the data: without a swap, the model cannot read these windows."
-    return f"the fields of {plan.scheme}: base, layout, factor or original_length do not fit this model."
+    return (
+        f"the fields of {plan.scheme} (base, layout, factor or original_length) do not fit this model; or they do, and "
+        "it bears the change worse than most, as small models do."
+    )
 
 
 def short_windows(
