@@ -99,7 +99,7 @@ def compare_attention(
         column: the text column, if the text has rows.
         by_layer: draw one row of panels per layer, at most six; otherwise the mean over layers.
         dark: use colours for a dark page.
-        device: device of loaded models, "auto", "cpu", "cuda:1", ...; None: the CPU.
+        device: device of loaded models, "auto", "cpu", "cuda:1", ...; None: "auto", a GPU if there is one.
         trust_remote_code: run code that comes with a folder or Hub id if a model or a tokenizer needs it.
 
     Raises:
@@ -127,7 +127,7 @@ def compare_attention(
     if count is not None and limit is not None:
         raise OptionError("documents and limit are both the maximum number of texts: give one of them.")
     count = next((n for n in (count, limit) if n is not None), MOST_TEXTS)
-    device = resolve_device(device)
+    device = resolve_device(device or "auto")
     check_paths(text)
     if not factor >= 1:
         raise OptionError(f"factor is a number of at least 1, got {factor!r}.")

@@ -122,7 +122,8 @@ def evaluate(
             `patch_model`.
         tokenizer: the model's tokenizer; None: that of the folder or Hub id, from which a model object was loaded too.
         column: the text column, if the text has rows.
-        device: device of a loaded model, "auto", "cpu", "cuda:1", ...; None: the CPU. A model object stays where it is.
+        device: device of a loaded model, "auto", "cpu", "cuda:1", ...; None: "auto", a GPU if there is one. A model
+            object stays where it is.
         dtype: dtype of a loaded model, "bfloat16", ...; None: float32 on the CPU, elsewhere that of the checkpoint.
         out: a folder for results.json, tables, and finished units, from which the same call resumes after a stop.
         pictures: whether to draw pictures if `out` is given.
@@ -246,7 +247,7 @@ def compare(
         tokenizer: the tokenizer of all models; None: that of the first folder or Hub id; where all are model objects,
             that of the folder or Hub id that the first was loaded from.
         column: the text column, if the text has rows.
-        device: as in `evaluate`; None: the CPU, or the device that a launch assigns to each process.
+        device: as in `evaluate`; None: the device that a launch assigns to each process, or "auto".
         dtype: as in `evaluate`.
         out: as in `evaluate`.
         pictures: whether to draw pictures if `out` is given.
@@ -302,7 +303,7 @@ def compare(
         raise CheckpointError(f"cannot write to the folder {shown(folder)}: it is a file. Choose another.")
     loaded_tokenizer = tokenizer_for(chosen, tokenizer, trust_remote_code=trust_remote_code)
     ranks = open_ranks(alone=alone)
-    loader = ModelLoader({}, ranks.device if device is None else device, dtype, trust_remote_code)
+    loader = ModelLoader({}, device or ranks.device or resolve_device("auto"), dtype, trust_remote_code)
     # before weights are loaded, because it may be in use; the main process is first, and repairs torn lines
     main = ranks.agree(lambda: RunStore(folder) if ranks.is_main else None)
     other = ranks.agree(lambda: None if ranks.is_main else RunStore(folder, ranks.index))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_posswap.checkpoints.load import load
 from hf_posswap.comparison.candidates import shell_of
 from hf_posswap.errors import MissingDependencyError
@@ -15,6 +13,7 @@ from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.plan.plan_swap import unwrap
 from hf_posswap.text.tokens import load_tokenizer
 from hf_posswap.utils.auto_classes import TRUST
+from hf_posswap.utils.devices import resolve_device
 from hf_posswap.utils.threads import once, quiet_logger
 
 if TYPE_CHECKING:
@@ -67,7 +66,8 @@ def harness_model_class() -> type[HFLM]:
             **more: Any,
         ) -> None:
             self._requested_length: int | None = more.get("max_length")
-            device = torch.device(more.pop("device", None) or "cpu")
+            own = "auto" if isinstance(pretrained, str) else pretrained.device
+            device = resolve_device(more.pop("device", None) or own)
             revision = more.pop("revision", None)
             hub = {TRUST: trust_remote_code} | ({"revision": revision} if revision else {})
             dtype = more.pop("dtype", "auto")

@@ -28,6 +28,7 @@ from hf_posswap.harness.model import harness_model_class
 from hf_posswap.harness.scores import retention, rows_of, table_of
 from hf_posswap.harness.task_code import refuse_groups, refuse_task_code, templates_without_code
 from hf_posswap.patching.plan.plan_swap import check_max_length
+from hf_posswap.utils.devices import resolve_device
 from hf_posswap.utils.format import with_older_name
 from hf_posswap.utils.user_paths import expand_home
 
@@ -85,7 +86,7 @@ def run_tasks(
         apply_chat_template: write questions as the tokenizer's chat template does.
         fewshot_as_multiturn: in the chat template, examples are turns of their own.
         metadata: more for the functions that make the tasks' data. The tokenizer is always among it.
-        device: to run on; None: the CPU.
+        device: to run on; None: "auto", a GPU if there is one, and for a model object where it is.
         dtype: to load in; "auto": that of the checkpoint.
         trust_remote_code: run code that comes with the model, its tokenizer or a .yaml file of a task; otherwise such a
             file may name no functions, and its templates are sandboxed. The harness's built-in tasks always run.
@@ -126,7 +127,7 @@ def run_tasks(
     manager = _manager(requested, trust_remote_code, shared)
     more: dict[str, object] = {
         "batch_size": batch_size,
-        "device": device,
+        "device": resolve_device(device),
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
     }
