@@ -116,9 +116,10 @@ def write_files(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedToken
     _refuse_changed_config(unwrap(model))
     _refuse_quantized(model)
     unpack_4_bit_weights(model)
-    if getattr(model, "peft_config", None) is None:  # some merges of PEFT leave what was trained in full wrapped
-        for path in [path for path, module in model.named_modules() if trained_copies_of(module)]:
-            model.set_submodule(path, cast("nn.Module", copy_for(model.get_submodule(path), None)))
+    target = unwrap(model)
+    if getattr(target, "peft_config", None) is None:  # some merges of PEFT leave what was trained in full wrapped
+        for path in [path for path, module in target.named_modules() if trained_copies_of(module)]:
+            target.set_submodule(path, cast("nn.Module", copy_for(target.get_submodule(path), None)))
     with _of_new_length(getattr(unwrap(model), "generation_config", None), "max_length", model):
         save_with_swap(model, folder)
     patch, readme = getattr(unwrap(model), "_posswap", None), folder / CARD
@@ -154,8 +155,10 @@ def _refuse_quantized(model: PreTrainedModel) -> None:
         for name, weight in model.named_parameters()
         if weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
     }
-    # torch.ao packs weights into what is no tensor
-    weights |= {name: value for name, value in model.state_dict().items() if "_packed_params" in name}
+    held = {name: value for name, value in model.state_dict().items() if not name.endswith("extra_state")}
+    weights |= {
+        name: value for name, value in held.items() if not isinstance(value, torch.Tensor)
+    }  # torch.ao packs them
     if weights:
         name, weight = next(iter(weights.items()))
         raise CheckpointError(

@@ -404,7 +404,9 @@ def push(
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="Commit to this branch instead of main.", show_default=False)
     ] = None,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Commit message.", show_default=False)] = None,
+    commit_message: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Of the commit.", show_default=False)
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", help="In total. Default: as long as the Hub responds.", show_default=False),
@@ -445,7 +447,7 @@ def push(
             dry_run=dry_run,
             private=private,
             revision=revision,
-            commit_message=message,
+            commit_message=commit_message,
             timeout=timeout,
             base_model=base_model,
             license=license,

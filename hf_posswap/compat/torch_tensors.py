@@ -53,6 +53,14 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def assert_when_run(condition: Tensor, message: str) -> None:
+    """Have a graph that is traced now raise a RuntimeError with `message` in a run where `condition`, [], is False.
+
+    Touches `torch._assert_async` (torch 2.6 to 2.13). Without it compiled code goes on where an eager forward raises.
+    """
+    torch._assert_async(condition, message)
+
+
 def in_backward() -> bool:
     """Return whether this thread is in a backward, as a layer is that runs again under gradient checkpointing.
 

@@ -741,7 +741,7 @@ def test_weights_in_memory_are_refused_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft.set_peft_model_state_dict(stock, marked)
     marked[f"base_model.model.{RECORD}"] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    with pytest.raises(RecordError, match="hold a posswap_record that is no record"):
+    with pytest.raises(RecordError, match="hold a posswap_record that is not a record"):
         peft.peft_model.set_peft_model_state_dict(stock, marked)
 
 

@@ -44,6 +44,17 @@ def test_keep_address() -> None:
     assert vars(ours) == vars(theirs)
 
 
+def test_assert_when_run() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        torch_tensors.assert_when_run((x > 0).all(), "not above 0")
+        return x + 1
+
+    compiled = torch.compile(checked, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError, match="not above 0"):
+        compiled(torch.zeros(2))
+
+
 def test_in_backward() -> None:
     seen: list[bool] = [torch_tensors.in_backward()]
     x = torch.ones(2, requires_grad=True)

@@ -123,7 +123,7 @@ def test_find_cache() -> None:
 
 
 def test_find_cache_refuses_what_works_like_one() -> None:
-    with pytest.raises(TypeError, match=r"Unknown works like a cache and is no transformers\.Cache"):
+    with pytest.raises(TypeError, match=r"Unknown works like a cache and is not a transformers\.Cache"):
         calls.find_cache((), {"any": Unknown()})
 
 

@@ -329,7 +329,7 @@ def test_a_taken_name_and_a_wrong_shape_are_refused() -> None:
             patch_model(build("llama"), "three-angles")
         with pytest.raises(SchemeError, match="shape must be 'a' or 'b'|one of"):
             three(shape="c")
-        with pytest.raises(SchemeError, match="scale of FunctionScaleMechanism gives values that are no numbers"):
+        with pytest.raises(SchemeError, match="scale of FunctionScaleMechanism gives values that are not numbers"):
             patch_model(build("llama"), native() + no_number())
     finally:
         SCHEMES.remove("three-angles")

@@ -461,7 +461,7 @@ def test_a_kind_under_which_the_mechanism_would_not_act_is_refused(kind: str, sa
     [
         ("heads", r"bias of Wrong gives \[2, 3, 3, 4\], expected \[1, 4, 3, 4\] or \[2, 4, 3, 4\]"),
         ("dtype", r"bias of Wrong gives torch.float64, expected torch.float32"),
-        ("nan", r"bias of Wrong gives values that are no numbers"),
+        ("nan", r"bias of Wrong gives values that are not numbers"),
         ("raises", r"bias of Wrong raises ZeroDivisionError: of a scheme"),
         ("distances", r"distance_bias of Wrong differs from `bias` by"),
         ("slopes", r"slopes of Wrong differs from `bias` by"),

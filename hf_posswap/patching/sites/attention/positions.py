@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posswap.compat.torch_modules import pre_hooks
+from hf_posswap.compat.torch_tensors import assert_when_run
 from hf_posswap.compat.transformers_calls import PagedArguments, keys_of_call, paged_keys, tokens_before
 from hf_posswap.errors import PositionShapeError, PosswapError, UnsupportedSwapError
 from hf_posswap.families.base import PositionSource
@@ -290,7 +291,7 @@ def on_one_axis(position_ids: Tensor, *, turns: bool, name: str) -> Tensor | Non
         "linear, rope with another base)."
     )
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        torch._assert_async((axes[:1] == axes).all(), refusal)
+        assert_when_run((axes[:1] == axes).all(), refusal)
     elif axes.shape[-1] > 1 and not bool((axes[:1] == axes).all()):
         raise UnsupportedSwapError(refusal)
     return axes[0]
