@@ -134,8 +134,12 @@ def _without_tiny(
     most = (abs(scaling) * norms[0] * longest[..., None] - sums)[..., None]  # [B, H, Q, 1]: of a weight's logarithm
     for dim in (0, 2):
         most = most if bias.shape[dim] > 1 else most.amax(dim, keepdim=True)
+    # a query whose keys are all masked by the lowest number has a sum far below LOWEST
+    low = torch.where((sums < LOWEST / 2) & (sums > -torch.inf), -torch.inf, LOWEST)[..., None]  # [B, H, Q, 1]
+    for dim in (0, 2):
+        low = low if bias.shape[dim] > 1 else low.amin(dim, keepdim=True)
     factor = 2.0 ** -(10 + max(-100, math.frexp(float(grad.abs().amax()))[1]))
-    return bias.masked_fill(bias + most < NEGLIGIBLE, LOWEST), grad * factor, sums - SHIFT, factor
+    return torch.where(bias + most < NEGLIGIBLE, low.to(bias.dtype), bias), grad * factor, sums - SHIFT, factor
 
 
 MIN_CUDNN_QK_PAIRS = 2**20

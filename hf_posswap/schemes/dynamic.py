@@ -149,7 +149,7 @@ class ByQueryMechanism(RotaryMechanism):
                 copy=bucket if copied else 0,
                 keys_per_token=self.keys_per_token if copied else 1,
             )
-            for bucket in range(int(buckets.min()), int(buckets.max()) + 1)
+            for bucket in buckets.unique().tolist()
         )
 
     def _turn(self, bucket: int, positions: Tensor) -> CosSin:

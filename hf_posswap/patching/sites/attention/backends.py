@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from hf_posswap.compat.torch_tensors import holds_values, is_fake, transforms_active
 from hf_posswap.errors import NotPatchedError, OptionError, UnsupportedSwapError
@@ -429,11 +430,19 @@ def _biased(request: Request, segments: Sequence[Segment] | None) -> Tensor:
     span, mechanism = request.span, request.mechanism
     of_queries, of_keys = span.query, span.key
 
+    given = dict(mechanism.named_parameters())
+
     def make(rows: slice, queries: slice, keys: slice) -> Tensor:
-        return mechanism.bias(_rows(of_queries, rows)[:, queries], _rows(of_keys, rows)[:, keys])
+        positions = _rows(of_queries, rows)[:, queries], _rows(of_keys, rows)[:, keys]
+        if all(own is one for own, one in zip(mechanism.parameters(), given.values(), strict=True)):
+            return mechanism.bias(*positions)
+        holder: Any = nn.Module()  # in the backward of a functional call, whose parameters the module has no more
+        holder.mechanism, holder.forward = mechanism, mechanism.bias
+        bias: Tensor = functional_call(holder, {f"mechanism.{name}": one for name, one in given.items()}, positions)
+        return bias
 
     return attend_made(
-        request.query, request.key, request.value, make, tuple(mechanism.parameters()), request.mask,
+        request.query, request.key, request.value, make, tuple(given.values()), request.mask,
         scaling=request.scaling, causal=request.causal, segments=segments,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -223,8 +223,11 @@ class AttentionCall:
         value: Any = self.span.shared_cache.get(key)
         if value is None:
             value = make()
+            held = [value]
+            for each in held if backends.is_learned(self.mechanism) else ():  # the list grows
+                held += each if isinstance(each, tuple | list) else vars(each).values() if is_dataclass(each) else ()
             # values with a gradient are made in each layer: a checkpointed layer must be able to make them again
-            if not (isinstance(value, Tensor) and value.requires_grad):
+            if not any(isinstance(each, Tensor) and each.requires_grad for each in held):
                 self.span.shared_cache[key] = value
         return value
 

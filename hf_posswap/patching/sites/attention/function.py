@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -365,7 +365,10 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
 
 
 @torch.library.custom_op(
-    f"{OPERATOR}_backward", mutates_args=(), schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]", **UNCAPTURED
+    f"{OPERATOR}_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_ARGUMENTS}, bool[] learned) -> Tensor[]",
+    **UNCAPTURED,
 )
 def _attend_backward(
     grad: Tensor,
@@ -379,12 +382,17 @@ def _attend_backward(
     number: Tensor,
     *settings: Any,
 ) -> list[Tensor]:
-    """Return the gradients of query, key, value and `parameters`, from that of what `_attend` returned."""
-    mechanism = _with_parameters(numbered(number), parameters)
-    learned = {name: x for name, x in mechanism.named_parameters() if x.requires_grad}
+    """Return the gradients of query, key, value and `parameters`, from that of what `_attend` returned.
+
+    The last of `settings` says of which parameters they are wanted; those of the others are zeros.
+    """
+    *settings_of_call, wanted = settings
+    mechanism = _with_parameters(numbered(number), parameters, wanted)
+    named = zip(mechanism.named_parameters(), wanted, strict=True)
+    learned = {name: x for (name, x), is_wanted in named if is_wanted}
     with with_autograd():
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-        out = _attended(mechanism, query, key, value, mask, query_positions, key_positions, *settings)
+        out = _attended(mechanism, query, key, value, mask, query_positions, key_positions, *settings_of_call)
         inputs = query, key, value, *learned.values()
         gradients = torch.autograd.grad(out, inputs, grad, materialize_grads=True)
     of_tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients[:3]]
@@ -408,7 +416,8 @@ def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | list[Tensor] | None, ...]:
     *tensors, number = ctx.saved_tensors[:7]
     parameters = list(ctx.saved_tensors[7:])
-    to_query, to_key, to_value, *others = _attend_backward(grad, *tensors, parameters, number, *ctx.settings)
+    wanted = [parameter.requires_grad for parameter in parameters]
+    to_query, to_key, to_value, *others = _attend_backward(grad, *tensors, parameters, number, *ctx.settings, wanted)
     return to_query, to_key, to_value, None, None, None, others, None, None, None, None
 
 
@@ -452,14 +461,25 @@ def _by_formula(call: AttentionCall, request: Request) -> Tensor:
     return attended.transpose(1, 2)
 
 
-def _with_parameters(mechanism: Mechanism, parameters: list[Tensor]) -> Mechanism:
-    """Return `mechanism`, or a copy with `parameters` where those differ, as in a functional call."""
+def _with_parameters(mechanism: Mechanism, parameters: list[Tensor], wanted: Sequence[bool] = ()) -> Mechanism:
+    """Return `mechanism`, or a copy with `parameters` where those differ, as in a functional call.
+
+    Args:
+        mechanism: of the model.
+        parameters: to compute with.
+        wanted: of which gradients are wanted, though the model's may be frozen; empty: of none.
+    """
     current = list(mechanism.parameters())
-    if all(a.data_ptr() == b.data_ptr() for a, b in zip(current, parameters, strict=True)):
+    is_same = all(a.data_ptr() == b.data_ptr() for a, b in zip(current, parameters, strict=True))
+    if is_same and not any(
+        is_wanted and not own.requires_grad for own, is_wanted in zip(current, wanted, strict=False)
+    ):
         return mechanism
     other = copy.deepcopy(mechanism)
     for parameter, given in zip(other.parameters(), parameters, strict=True):
         parameter.data = given.detach()
+    for parameter, is_wanted in zip(other.parameters(), wanted, strict=False):
+        parameter.requires_grad_(is_wanted)
     return other
 
 

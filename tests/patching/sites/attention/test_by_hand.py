@@ -15,6 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_posswap import patch_model, set_backend
+from hf_posswap.rope_math import CosSin, rotate
+from hf_posswap.schemes import SCHEMES as SCHEMES_BY_NAME
+from hf_posswap.schemes import bias
+from hf_posswap.schemes.mechanism import Mechanism
 from tests.stock import RELEASE, with_cache
 
 CONFIG = LlamaConfig(
@@ -134,3 +138,102 @@ def test_the_old_name_is_deprecated_for_a_swapped_model_as_for_a_stock_one() -> 
     for model in (LlamaForCausalLM(CONFIG).eval(), swapped("alibi", {})):
         with pytest.warns(FutureWarning, match="`past_key_values` is deprecated and will be removed"):
             model(torch.arange(5)[None], past_key_values=DynamicCache(config=CONFIG))
+
+
+LONG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.1,
+)  # fmt: skip
+TEXT = torch.arange(1200).view(2, 600).mul(7).remainder(59) + 3
+GAP = torch.ones_like(TEXT).index_fill(1, torch.arange(100, 110), 0)  # with which a bias is computed in blocks
+
+
+@pytest.mark.parametrize("scheme", ["fire", "kerple", "t5:init_std=1.0", "alibi:learned=true"])
+def test_gradients_of_a_functional_call_are_those_of_its_parameters(scheme: str) -> None:
+    """The backward makes the bias again, when the module has its own parameters back: q, k, v got others' gradients."""
+    torch.manual_seed(0)
+    model = patch_model(LlamaForCausalLM(LONG), scheme)
+    other = {
+        name: (own.detach() + 0.3 * torch.randn_like(own) * ("posswap" in name)).requires_grad_()
+        for name, own in model.named_parameters()
+    }
+    arguments = {"input_ids": TEXT, "attention_mask": GAP, "labels": TEXT, "use_cache": False}
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        set_backend(model, backend)
+        loss = torch.func.functional_call(model, other, (), arguments).loss
+        return torch.autograd.grad(loss, [*other.values()])
+
+    for found, expected in zip(gradients("chunked"), gradients("plain"), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+def test_a_query_that_sees_nothing_has_finite_gradients_under_a_bias_that_hides_keys(backend: str) -> None:
+    @bias("local-bias")
+    def local_bias(distance: Tensor, *, window: int = 20) -> Tensor:
+        """Hide far keys."""
+        return torch.where(distance.abs() >= window, -torch.inf, -0.01 * distance.abs())
+
+    mask = torch.ones_like(TEXT)
+    mask[0, 100:300] = 0
+    labels = TEXT.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)  # of no query that sees nothing
+    found = {}
+    try:
+        for way in (backend, "plain"):
+            torch.manual_seed(0)
+            model = patch_model(LlamaForCausalLM(LONG), "local-bias")
+            set_backend(model, way)
+            model(TEXT, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+            found[way] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    finally:
+        SCHEMES_BY_NAME.remove("local-bias")
+    for ours, theirs in zip(found[backend], found["plain"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-3)
+
+
+class LearnedAngles(Mechanism):
+    """A rotation whose angles are a parameter."""
+
+    rotates = True
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = torch.nn.Parameter(10000.0 ** (-torch.arange(head_dim // 2, dtype=torch.float32) * 2 / head_dim))
+
+    def prepare(self, positions: Tensor, length: Tensor) -> CosSin:
+        angles = positions[:, None, :, None].float() * self.theta
+        return CosSin(angles.cos(), angles.sin())
+
+    def rotate_query(self, query: Tensor, prepared: CosSin) -> Tensor:
+        return rotate(query, prepared, "half")
+
+    def rotate_key(self, key: Tensor, prepared: CosSin) -> Tensor:
+        return rotate(key, prepared, "half")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_learned_rotation_trains_under_checkpointing(reentrant: bool) -> None:
+    """Its tables, which have gradients, were shared by layers that each make them again."""
+    gradients = []
+    for checkpoints in (False, True):
+        model = swapped("xpos", {}).train()
+        model.model.posswap = LearnedAngles(8)
+        if checkpoints:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(TEXT[:, :20] % 61, labels=TEXT[:, :20] % 61, use_cache=False).loss.backward()
+        gradients.append(model.model.posswap.theta.grad)
+    assert bool(gradients[0].abs().sum() > 0)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_jump_of_positions_makes_pieces_for_the_lengths_that_occur_alone() -> None:
+    model = swapped("dynamic", {"factor": 4.0, "follow": "query"})
+    jumped = torch.tensor([[0, 1, 2, 3, 10**6, 10**6 + 1]])
+    pieces = model.model.posswap.pieces(jumped, jumped)
+    assert len(pieces) == 2
+    with torch.no_grad():
+        assert bool(model(TEXT[:1, :6], position_ids=jumped).logits.isfinite().all())

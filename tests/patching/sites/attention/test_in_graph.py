@@ -271,8 +271,10 @@ def model_logits(model: Any) -> Tensor:
 
 
 @pytest.mark.slow
-def test_parameters_of_a_functional_call_are_those_that_count() -> None:
-    model = swapped(llama, "t5", {"init_std": 1.0}).train()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_of_a_functional_call_are_those_that_count(frozen: bool) -> None:
+    """Also where the module's own are frozen: in a graph theirs had gradients of zeros then."""
+    model = swapped(llama, "t5", {"init_std": 1.0}).train().requires_grad_(not frozen)
     other = {name: 2 * p.detach() for name, p in model.named_parameters() if "posswap" in name}
     for parameter in other.values():
         parameter.requires_grad_()
