@@ -226,7 +226,7 @@ def _summaries(
                 lines.append(f"{name}, {length} tokens: it ends at {limits[name]}")
                 continue
             result = by_length[length]
-            far = f", {result.beyond(window):.1%} beyond the original window" if window < length else ""
+            far = f", {result.beyond(window - 1):.1%} beyond the original window" if window < length else ""
             lines.append(
                 f"{name}, {length} tokens: half of the attention lies within {result.half} tokens{far}, "
                 f"{float(result.first.mean()):.1%} on the first token"

@@ -34,6 +34,7 @@ from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, u
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import make_scheme, names_one_scheme
 from hf_posswap.text.tokens import load_tokenizer
+from hf_posswap.utils.devices import attended_dtype
 from hf_posswap.utils.digests import code_digests, json_digest, plain_parts
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.scheme_text import SWAP_OPTIONS
@@ -251,6 +252,8 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": attention,
         "device": target.device.type,
+        "attended": str(attended_dtype(torch.empty(0, dtype=target.dtype, device=target.device))),  # under autocast
+        "float32_matmul": torch.get_float32_matmul_precision(),
         "prefill": prefill,
     }
     # accelerate's hooks wrap the forward of the class
@@ -280,6 +283,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     reach = reach_of(model)
     steady = reach.prefix_consistent or not reach.causal  # else the last text's length sets frequencies, and more
     for path, module in model.named_modules():  # a scale of the scores, say, which neither weights nor config show
+        total.update(f"{path} {type(module).__module__}.{type(module).__qualname__}".encode())  # such as an activation
         for name, value in sorted(vars(module).items()):
             number = isinstance(value, float) or (steady and isinstance(value, int))
             if number and not name.startswith("_") and name != "training":

@@ -101,8 +101,8 @@ def measure_vectors(work: Work) -> list[dict[str, object]] | None:
 
 def _base_reads(work: Work, length: int) -> int:
     assert work.base is not None
-    limit = work.base.reach.limit
-    return length if limit is None else min(length, limit)
+    reach = work.base.reach
+    return min(length, reach.window or length, reach.limit or length)
 
 
 def _vector_units(work: Work, length: int) -> list[Unit]:

@@ -341,8 +341,11 @@ def measure_longppl(work: Work) -> dict[str, object]:
     """Return LongPPL over the key tokens of the settings' file."""
     assert work.settings.key_spans is not None
     spans = KeySpans.load(work.settings.key_spans)
-    length = max(work.lengths)
-    masks = spans.masks(list(work.documents.tokens[:, :length]))
+    length, whole = max(work.lengths), work.documents.tokens.shape[1]
+    if length < whole:
+        spans.masks(list(work.documents.tokens))  # raises where they are of other documents
+        raise DataError(f"{work.subject.name} ends at {length} tokens, and the key spans are of texts of {whole}.")
+    masks = spans.masks(list(work.documents.tokens))
     perplexity, tokens = long_perplexity(list(document_losses(work, length)), masks)
     return {"perplexity": perplexity, "key_tokens": tokens, "evaluator": spans.evaluator, "length": length}
 

@@ -209,6 +209,11 @@ def collect_results(
               if work.subject.reach.window not in (0, window)]  # fmt: skip
     if count < LEAST_DOCUMENTS:
         notes = [f"Only {count} documents: with fewer than {LEAST_DOCUMENTS} there is no verdict and no ranking."]
+    if (copies := count - len({*base.documents.digests})) > 0:
+        notes.append(
+            f"{copies} of {count} documents equal another one as far as they are read: they are not independent, so "
+            "intervals are too narrow and verdicts too sure. Leave copies, and a beginning that all share, out."
+        )
     if others:
         notes.append(f"Windows differ ({', '.join(others)}): here they are those of {reader.name}, {window} tokens.")
     if base.documents.protocol == JOINED:

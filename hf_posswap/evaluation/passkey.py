@@ -256,13 +256,15 @@ def effective_length(
     bar = share * base
     if right == 0:
         return EffectiveLength(None, base, bar, f"no answer was right at the base length of {base_length} tokens.")
-    fewest = min(trials for length, (_, trials) in answers.items() if length >= base_length)
-    if wilson_interval(fewest, fewest)[0] < bar:
-        needed = next(n for n in range(fewest, 10**6) if wilson_interval(n, n)[0] >= bar)
-        reason = f"{fewest} questions per length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
-        return EffectiveLength(None, base, bar, reason.replace("%", " %"))
     bounds = {length: wilson_interval(*counts)[0] for length, counts in answers.items() if length > base_length}
     longest = longest_passing(bounds, bar) or base_length
+    fewest = min(trials for length, (_, trials) in answers.items() if length >= base_length)
+    further = [wilson_interval(*answers[length])[1] for length in sorted(bounds) if length > longest]
+    is_open = not bounds or (further and further[0] >= bar)  # the first that does not pass may be as good
+    if is_open and wilson_interval(round(base * fewest), fewest)[0] < bar:  # nor would the base accuracy pass
+        needed = next(n for n in range(fewest, 10**6) if wilson_interval(round(base * n), n)[0] >= bar)
+        reason = f"{fewest} questions per length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
+        return EffectiveLength(None, base, bar, reason.replace("%", " %"))
     return EffectiveLength(longest, base, bar, None)
 
 

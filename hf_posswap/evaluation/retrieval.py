@@ -341,10 +341,9 @@ def near_the_base(
     long = [document for document in documents if len(document) + around >= longest]
     if not long:
         raise DataError(f"no document has {longest} tokens, including {around} special ones.")
-    limit = reach_of(base).limit
-    scores = []
+    reach, scores = reach_of(base), []
     for length in lengths:
-        reads = length if limit is None else min(length, limit)
+        reads = min(length, reach.window or length, reach.limit or length)
         pairs = [(leading_tokens(text, length, frame), leading_tokens(text, reads, frame)) for text in long]
         scores.append(vector_score(length, reads, [vector_cosine(model, base, *pair) for pair in pairs]))
     return scores

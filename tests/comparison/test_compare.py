@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.activations import QuickGELUActivation
 
 import hf_posswap
 from hf_posswap.comparison import (
@@ -508,6 +509,15 @@ def test_a_model_of_no_known_family_is_measured_length_by_length() -> None:
     assert "takes no position_ids" in model["not_measured"]["offset_probe"]
 
 
+def test_copies_of_a_document_are_named() -> None:
+    """They counted as independent, which made four texts eight, and a verdict of them."""
+    arguments: dict[str, Any] = {"tokenizer": TOKENIZER, "settings": SETTINGS}
+    notes = evaluate(gpt2(), "rope", documents=TEXTS[:4] * 2, **arguments).results["notes"]
+    assert [note for note in notes if note.startswith("4 of 8 documents equal another one as far as they are read")]
+    notes = evaluate(gpt2(), "rope", documents=TEXTS[:8], **arguments).results["notes"]
+    assert not [note for note in notes if "equal another" in note]
+
+
 def test_few_documents_give_no_verdict() -> None:
     settings = EvalSettings(**{**vars(SETTINGS), "metrics": DEFAULT_METRICS})
     run = evaluate(gpt2(), "rope", documents=TEXTS[:4], tokenizer=TOKENIZER, settings=settings)
@@ -658,6 +668,21 @@ def test_longppl_is_of_the_key_tokens_of_a_file(tmp_path: Path) -> None:
     assert found["longppl"]["key_tokens"] == sum(int(mask.sum()) for mask in spans.masks(documents)) > 0
     other = evaluate(model, documents=TEXTS[::-1], tokenizer=TOKENIZER, settings=settings).results["models"]
     assert "belong to 9 other documents" in other["GPT2LMHeadModel"]["not_measured"]["longppl"]
+    longer = EvalSettings(lengths=(128, 256), metrics=("longppl",), key_spans=tmp_path / "longer.json")
+    rows = [np.array([256, *text.encode()][:256]) for text in TEXTS]
+    find_key_spans(
+        Scorer(hf_posswap.patch_model(gpt2(), "rope", max_length=256)),
+        "rope",
+        rows,
+        short=32,
+        stride=8,
+        gain=0.1,
+        limit=9.0,
+    ).save(tmp_path / "longer.json")
+    found = evaluate(model, "rope", documents=TEXTS, tokenizer=TOKENIZER, settings=longer).results["models"]
+    assert found["GPT2LMHeadModel"]["not_measured"]["longppl"] == (
+        "GPT2LMHeadModel ends at 128 tokens, and the key spans are of texts of 256."
+    )
 
 
 def test_names_of_folders_stay_text_and_tell_nothing_of_the_folders_above(tmp_path: Path) -> None:
@@ -772,10 +797,14 @@ def test_a_number_of_a_module_that_was_changed_is_measured_anew(tmp_path: Path) 
     first = perplexities(tmp_path / "kept")
     assert perplexities(tmp_path / "kept") == first
     for change in (lambda: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
-                   lambda: setattr(model.model.rotary_emb, "attention_scaling", 1.7)):  # fmt: skip
+                   lambda: setattr(model.model.rotary_emb, "attention_scaling", 1.7),
+                   lambda: setattr(model.model.layers[0].mlp, "act_fn", QuickGELUActivation())):  # fmt: skip
         before = fingerprint(model)
         change()
         assert fingerprint(model) != before
         again = perplexities(tmp_path / "kept")
         assert again == perplexities(tmp_path / f"new {fingerprint(model)}") != first
         first = again
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert perplexities(tmp_path / "kept") != first
+    assert perplexities(tmp_path / "kept") == first

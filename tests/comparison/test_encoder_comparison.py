@@ -17,6 +17,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertTokenizer,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     PreTrainedModel,
     RobertaConfig,
     RobertaForMaskedLM,
@@ -97,6 +99,19 @@ def test_the_metrics_of_an_encoder_are_chosen_for_it() -> None:
     assert "no length holds a passkey document" in native["not_measured"]["retrieval"]
     assert [row["length"] for row in alibi["retrieval"]] == [128]
     assert alibi["retrieval"][0]["documents"] == 50
+
+
+def test_a_rotary_base_reads_what_its_window_holds_too() -> None:
+    """It runs beyond its window, on which its vectors are no reference."""
+    config = ModernBertConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, pad_token_id=0, cls_token_id=2, sep_token_id=3,
+    )  # fmt: skip
+    model = ModernBertForMaskedLM(config).eval()
+    settings = EvalSettings(lengths=(32, 128), metrics=("vectors",))
+    run = evaluate(model, "ntk:factor=4", documents=TEXTS, tokenizer=TOKENIZER, settings=settings)
+    rows = list(run.results["models"].values())[1]["vectors"]
+    assert [(row["length"], row["base_reads"]) for row in rows] == [(32, 32), (128, 64)]
 
 
 def test_vectors_are_held_against_those_of_the_base_by_length() -> None:

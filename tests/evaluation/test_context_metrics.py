@@ -137,7 +137,12 @@ def test_the_effective_length_ends_before_the_first_length_that_falls_short() ->
     found = effective_length(answers)
     assert (found.length, found.base, found.bar, found.no_verdict) == (256, 1.0, 0.85, None)  # 1024 is beyond a fall
     assert effective_length({128: (25, 50), 256: (50, 50)}).length == 256  # its own standard, half right
-    assert effective_length({128: (0, 50), 256: (40, 50), 512: (30, 50)}, base_length=256).length == 256
+    assert effective_length({128: (0, 50), 256: (40, 50), 512: (20, 50)}, base_length=256).length == 256
+    alike = effective_length({length: (40, 50) for length in (128, 256, 512)})  # it does not degrade
+    assert (alike.length, alike.no_verdict) == (
+        None,
+        "50 questions per length cannot show 85 % of 80 %: ask at least 52.",
+    )
     assert "no answer was right at the base length of 128" in str(effective_length({128: (0, 50)}).no_verdict)
     assert "ask at least 22" in str(effective_length({128: (10, 10)}).no_verdict)
     with pytest.raises(DataError, match=r"base length 64, got \[128\]"):

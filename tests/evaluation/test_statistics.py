@@ -157,6 +157,21 @@ def test_a_p_value_never_says_more_than_the_interval(scores: list[float]) -> Non
     assert change.p >= sign_flip_p(np.array(scores)) - 1e-12
 
 
+@pytest.mark.parametrize("count", [9, 16])
+def test_the_order_of_documents_changes_nothing(count: int) -> None:
+    """Resamples were drawn by place: the interval of the same documents could or could not hold 0."""
+    random = np.random.default_rng(3)
+    after, counts = random.exponential(1.0, count), np.arange(count) + 100
+    orders = np.arange(count), np.arange(count)[::-1], random.permutation(count)
+    changes = [paired_change(np.zeros(count), (after * counts)[order], counts[order]) for order in orders]
+    assert len({(change.low, change.high, change.p) for change in changes}) == 1
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(DataError, match="the sum of document 2 is not finite"):
+        paired_change(np.zeros(9), np.array([1.0, 2.0, np.nan, *range(6)]), np.ones(9))
+
+
 def test_the_change_is_the_mean_over_tokens_and_says_when_documents_are_few() -> None:
     random = np.random.default_rng(0)
     counts = random.integers(10, 90, 20)

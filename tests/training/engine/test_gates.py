@@ -82,7 +82,7 @@ def test_the_limit_follows_from_the_plan(swap: Any, above: float | None, limit: 
     ("loss", "plain", "first", "swap", "cause"),
     [
         (9.0, 3.1, FIRST, True, r"the positions or masks of data.packing, .* the swapped model has 3.100"),
-        (9.0, 9.0, FIRST, True, r"the fields of yarn\(.*\): base, layout, factor or original_length do not fit"),
+        (9.0, 9.0, FIRST, True, r"the fields of yarn\(.*\) \(base, layout, factor or original_length\) do not fit"),
         (9.0, 9.0, FIRST, False, r"the data: without a swap"),
         (9.5, 9.0, FirstLoss(7.0, 1000), True, r"no better than guessing \(6.91\): a wrong tokenizer"),
         (float("nan"), 3.1, FIRST, True, r"first loss nan, 3.000 before the swap: the plan predicts at most 4.50"),
