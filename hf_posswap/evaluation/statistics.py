@@ -25,6 +25,7 @@ LEAST_FOR_INTERVAL = 5
 
 _DRAWN = 2**18  # scores drawn in one batch
 _SAME = 1e-12  # residuals below this share of the largest score are rounding errors
+_ROUNDING = 1e-5  # nats per token by which float32 losses of equal models may differ
 _EXACT_DOCUMENTS = 12  # up to 4096 sign patterns are enumerated
 _CHUNK = 1000
 
@@ -271,6 +272,8 @@ def paired_change(
 ) -> Change:
     """Return the change of the mean loss from `before` to `after`, its interval and its p-value.
 
+    The p-value is 1 where no document differs by more than the rounding of float32 losses.
+
     Args:
         before: summed loss of each document, in nats, [N].
         after: summed loss of the same tokens under the second model, [N].
@@ -296,6 +299,8 @@ def paired_change(
     if len(differences) < LEAST_DOCUMENTS:
         few = f"{len(differences)} documents are too few for a verdict; {LEAST_DOCUMENTS} are needed."
     p = None if few or not spread else max(spread.p(), sign_flip_p(differences, draws=draws, seed=seed))
+    if p is not None and np.abs(differences / counts).max() <= _ROUNDING:
+        p = 1.0
     return Change(len(differences), float(differences.sum() / np.sum(counts)), low, high, p, few)
 
 

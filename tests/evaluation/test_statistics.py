@@ -167,6 +167,12 @@ def test_the_order_of_documents_changes_nothing(count: int) -> None:
     assert len({(change.low, change.high, change.p) for change in changes}) == 1
 
 
+def test_rounding_is_no_significant_difference() -> None:
+    before, counts = np.arange(9.0) * 100 + 200, np.full(9, 100)
+    assert paired_change(before, before + 1e-7 * counts, counts).p == 1.0
+    assert paired_change(before, before + 1e-4 * counts, counts).p == pytest.approx(2 / 2**9)
+
+
 def test_a_loss_that_is_not_finite_is_refused() -> None:
     with pytest.raises(DataError, match="the sum of document 2 is not finite"):
         paired_change(np.zeros(9), np.array([1.0, 2.0, np.nan, *range(6)]), np.ones(9))
