@@ -260,9 +260,10 @@ def effective_length(
     longest = longest_passing(bounds, bar) or base_length
     fewest = min(trials for length, (_, trials) in answers.items() if length >= base_length)
     further = [wilson_interval(*answers[length])[1] for length in sorted(bounds) if length > longest]
-    is_open = not bounds or (further and further[0] >= bar)  # the first that does not pass may be as good
-    if is_open and wilson_interval(round(base * fewest), fewest)[0] < bar:  # nor would the base accuracy pass
-        needed = next(n for n in range(fewest, 10**6) if wilson_interval(round(base * n), n)[0] >= bar)
+    is_open = bool(further) and further[0] >= bar  # the first that does not pass may be as good
+    expected = base if is_open else 1.0  # accuracy that has to be enough: that of the base, or a perfect one
+    if wilson_interval(round(expected * fewest), fewest)[0] < bar:
+        needed = next(n for n in range(fewest, 10**6) if wilson_interval(round(expected * n), n)[0] >= bar)
         reason = f"{fewest} questions per length cannot show {share:.0%} of {base:.0%}: ask at least {needed}."
         return EffectiveLength(None, base, bar, reason.replace("%", " %"))
     return EffectiveLength(longest, base, bar, None)
