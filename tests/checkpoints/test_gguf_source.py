@@ -813,7 +813,7 @@ def test_a_file_gets_the_type_that_is_asked_for(option: str, dtype: torch.dtype,
     rounded = expected.model.layers[1].mlp.up_proj.weight.to(dtype).float()
     assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, rounded)
     assert torch.equal(loaded.model.norm.weight, expected.model.norm.weight)
-    with pytest.raises(OptionError, match="dtype is of a .gguf file: give out the name of one"):
+    with pytest.raises(OptionError, match="dtype is of a .gguf file: name one by -o, or by out in Python"):
         export(tmp_path / "saved", "vllm", dtype=option)
 
 

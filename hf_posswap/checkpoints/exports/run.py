@@ -197,13 +197,13 @@ def _check_options(target: str, out: Path | None, vocab: str | Path | None, dtyp
     if vocab is not None and target != "llamacpp":
         raise OptionError(f"{target} takes {_wanted_out(target)}: a vocabulary is llama.cpp's (llamacpp).")
     if vocab is not None and suffix != FILES["llamacpp"]:
-        raise OptionError(f"a vocabulary goes into a {FILES['llamacpp']} file: give out the name of one.")
+        raise OptionError(f"a vocabulary goes into a {FILES['llamacpp']} file: name one by -o, or by out in Python.")
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype is {', '.join(DTYPES)}, got {dtype!r}.")
     if dtype is not None and suffix != FILES["llamacpp"]:
         raise OptionError(
-            f"dtype is of a {FILES['llamacpp']} file: give out the name of one. Other targets keep the weights as they "
-            "are."
+            f"dtype is of a {FILES['llamacpp']} file: name one by -o, or by out in Python. Other targets keep the "
+            "weights as they are."
         )
 
 
