@@ -133,7 +133,7 @@ def _checked_file(out: Path, overwrite: bool) -> Path:
         raise CheckpointError(f"--out {out} must end in .json, by which posswap patch knows a scheme's file.")
     if path.exists() and not (overwrite and path.is_file()):
         raise CheckpointError(f"--out {out} exists; give another file, or --overwrite to replace it.")
-    writable_folder(path.parent)
+    writable_folder(path.parent, path)
     return path
 
 

@@ -49,7 +49,7 @@ def checked_file(out: Path, option: str = "--out") -> Path:
     path = expand_home(out).absolute()
     if path.is_dir():
         raise CheckpointError(f"{option} {out} is a folder; give a file.")
-    writable_folder(path.parent)
+    writable_folder(path.parent, path)
     return path
 
 

@@ -86,6 +86,15 @@ def test_a_reader_that_stops_early_gets_no_traceback() -> None:
     assert "Traceback" not in run.stderr
 
 
+def test_a_limit_on_files_names_the_file(tmp_path: Path) -> None:
+    script = f'ulimit -f 1; exec "{sys.executable}" -m hf_posswap explain --html'
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    path = tmp_path.resolve() / "positions.html"
+    assert (run.returncode, run.stdout) == (4, "")
+    assert run.stderr.startswith(f"error: cannot write {path}: File too large. Free some space, raise the limit on")
+
+
 def test_warnings_are_one_line_on_stderr(posswap: Posswap, tmp_path: Path) -> None:
     info = tmp_path / "toy-1.0.dist-info"
     info.mkdir()
