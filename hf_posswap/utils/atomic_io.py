@@ -375,12 +375,12 @@ def staging_folder(parent: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # what cannot go back stays where `settle` finds it
             _put_back(folder)
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             lock.release(force=True)
         with suppress(OSError):  # where a file that is open cannot be removed, the lock is left
             if folder.is_dir() and not any((folder / OLD).glob("*")):
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(parent: Path, *, own: bool = False) -> None:
@@ -398,7 +398,7 @@ def sweep(parent: Path, *, own: bool = False) -> None:
         with _taken_over(folder) as dead, suppress(OSError):
             if dead:
                 _put_back(folder)
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_back(path: Path) -> None:
@@ -477,7 +477,3 @@ def _put_back(folder: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer has taken the place meanwhile
                 raise
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
