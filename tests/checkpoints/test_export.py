@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import re
 import math
+import re
 import shlex
 import subprocess
 from pathlib import Path

@@ -31,6 +31,8 @@ from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.inspect.describe import PositionReport, describe_positions, model_class_of, on_meta
 from hf_posswap.schemes import Scheme
+from hf_posswap.utils.gguf_reading import read_header
+from hf_posswap.utils.gguf_source import gguf_file_of, read_gguf
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
@@ -141,7 +143,8 @@ def named_source(model: object) -> tuple[str, object]:
                 f"{hint} Give a class of transformers, a folder with a config.json, or a Hub id."
             )
     if isinstance(model, str | Path):
-        return str(model), model
+        file = gguf_file_of(model)
+        return str(model), model if file is None else read_header(file, read_gguf(file))
     if not isinstance(model, type):
         return str(getattr(getattr(model, "config", model), "name_or_path", "") or _PLACEHOLDER), model
     if issubclass(model, transformers.PreTrainedModel):
