@@ -20,6 +20,7 @@ import torch
 
 from hf_posswap.checkpoints.doctor_files import Chart, adapter_findings, read_chart, record_findings, rope_findings
 from hf_posswap.checkpoints.doctor_findings import Diagnosis, Finding, Serving, worst_first
+from hf_posswap.checkpoints.exports.gguf_file import vocabulary_caveat
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import CLAIMS, filled, is_known, judge
 from hf_posswap.checkpoints.native import RUN_PLUGINS, stock_config
@@ -95,7 +96,7 @@ def diagnose(chart: Chart, source: str | Path, *, trust_remote_code: bool = Fals
         findings += model_findings
         checked += model_checks
     if str(source) != chart.source:
-        serving = tuple(replace(each, command=_of_file(each, str(source), chart.source)) for each in serving)
+        serving = tuple(replace(each, command=_of_file(each, str(source), chart.source), caveat="") for each in serving)
     return Diagnosis(str(source), positions, worst_first(findings), tuple(checked), serving)
 
 
@@ -106,6 +107,8 @@ def _of_file(serving: Serving, source: str, folder: str) -> str:
     """
     steps = serving.command.split(" && ")
     is_whole = Path(source).is_file() and not read_object(Path(folder, NOTES), lost=list)["lost"]
+    if serving.caveat:  # the file has the vocabulary
+        steps = [steps[-2].replace("vocab.gguf", shlex.quote(source)), steps[-1]]
     if serving.target == "llamacpp" and is_whole and len(steps) == 2 and steps[0].startswith("posswap export"):
         return steps[1].replace("model.gguf", shlex.quote(source))
     steps = [
@@ -170,7 +173,8 @@ def _served(
             why = f"as a {name} by posswap to-native: {converted.why}"
             return Serving(target, converted.verdict, why, commands, converted.claim.source, name)
     command = filled(direct.claim.command, position_config, source)
-    return Serving(target, direct.verdict, direct.why, command, direct.claim.source)
+    caveat, command = vocabulary_caveat(source, command) if target == "llamacpp" else ("", command)
+    return Serving(target, direct.verdict, direct.why, command, direct.claim.source, caveat=caveat)
 
 
 def config_findings(config: Mapping[str, object], where: str = "config.json") -> list[Finding]:

@@ -25,6 +25,7 @@ from hf_posswap.patching.record.refusals import POSSWAP_MODEL_TYPE, POSSWAP_ROPE
 from hf_posswap.rope_math import temperature
 from hf_posswap.utils.auto_classes import refuse_endless_lists
 from hf_posswap.utils.format import is_number
+from hf_posswap.utils.hub_session import why_not_found
 from hf_posswap.utils.untrusted import read_bounded_json
 from hf_posswap.utils.weight_shapes import Shapes, folder_shapes
 
@@ -70,8 +71,8 @@ def read_chart(source: str | Path, **hub: object) -> Chart:
     names = ("config.json", "adapter_config.json", "posswap.json", "tokenizer_config.json")
     config, adapter, sidecar, tokenizer = (read_json_of(source, name, **hub) for name in names)
     if config is None and adapter is None:
-        sought = "" if Path(source).exists() else " (there is no such folder here, and the Hub gave none)"
-        raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json{sought}.")
+        sought = f": {reason}" if (reason := why_not_found(source)) else "."
+        raise CheckpointError(f"{str(source)!r} holds neither a config.json nor an adapter_config.json{sought}")
     shapes = None
     if config is not None:
         shapes = folder_shapes(Path(source)) if Path(source).is_dir() else _shapes_on_hub(str(source), hub)

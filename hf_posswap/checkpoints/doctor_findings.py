@@ -44,6 +44,7 @@ class Serving:
         command: the command to run; "" if none helps.
         engine: the program's version, and whether it was run or read.
         converted: the stock class to which `posswap to-native` converts first, or "".
+        caveat: what besides the positions stands in the way, or "".
     """
 
     target: str
@@ -52,6 +53,7 @@ class Serving:
     command: str
     engine: str
     converted: str = ""
+    caveat: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +108,10 @@ class Diagnosis(ResultView):
         lines += [f"{f.severity}: {f.where}: {f.what} {f.do}" for f in self.findings]
         if not self.findings:
             lines.append("nothing found")
-        return in_lines(lines + [f"{s.target}: {s.verdict}: {s.command or s.why} ({s.engine})" for s in self.serving])
+        for served in self.serving:
+            lines.append(f"{served.target}: {served.verdict}: {served.command or served.why} ({served.engine})")
+            lines += [f"  {served.caveat}"] if served.caveat else []
+        return in_lines(lines)
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -129,6 +129,8 @@ def main() -> None:
     # While torch's threads wait for each other they spin by default, and on a busy machine take the time of the threads
     # they wait for (recipes/bench/results/busy.json). It has to be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars that transformers draws without asking its own setting
     app(prog_name="posswap")
 
 

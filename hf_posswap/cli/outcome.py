@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import errno
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from enum import IntEnum
@@ -91,7 +93,11 @@ def line_of(error: Exception) -> str:
 
 
 _IMPORT = "--import"
+_IMPORTER = "<frozen importlib._bootstrap>"
+_LONGEST_IMPORT, _POLL = 10.0, 0.02
+"""Seconds that Ctrl-C waits for the end of imports, and between two looks."""
 _interrupted = threading.Event()
+_moments: list[float] = []
 
 
 def note_interrupts() -> None:
@@ -106,7 +112,17 @@ def was_interrupted() -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; during an import wait for its end, because C++ code that is loaded may abort on it."""
     _interrupted.set()
+    _moments.append(time.monotonic())
+    importing = frame
+    while importing is not None and importing.f_code.co_filename != _IMPORTER:
+        importing = importing.f_back
+    if importing is not None and _moments[-1] - _moments[0] < _LONGEST_IMPORT:
+        again = threading.Timer(_POLL, _thread.interrupt_main, (number,))
+        again.daemon = True
+        again.start()
+        return
     signal.default_int_handler(number, frame)
 
 

@@ -18,6 +18,8 @@ from hf_posswap.utils.user_paths import real_path
 if TYPE_CHECKING:
     from hf_posswap import LongRopeSearch
 
+_TOKENIZER_ADVICE = "save one in the model's folder"
+
 
 def search(
     model: Model,
@@ -86,9 +88,9 @@ def search(
 
         SearchSettings(factor, population, iterations, mutation_rate=0.3, seed=seed)  # raises if a value is invalid
         chosen = resolve_device(device)
-        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(source, instead=_TOKENIZER_ADVICE, trust_remote_code=trust_remote_code)
         if tokenizer is None:
-            raise CheckpointError(f"{model} holds no tokenizer to read texts with; save one in the model's folder.")
+            raise CheckpointError(f"{model} holds no tokenizer to read texts with; {_TOKENIZER_ADVICE}.")
         loaded: Any = hf_posswap.load(source, dtype="auto", trust_remote_code=trust_remote_code)
         result = hf_posswap.search_longrope(
             loaded.to(chosen),
@@ -131,7 +133,7 @@ def _checked_file(out: Path, overwrite: bool) -> Path:
         raise CheckpointError(f"--out {out} must end in .json, by which posswap patch knows a scheme's file.")
     if path.exists() and not (overwrite and path.is_file()):
         raise CheckpointError(f"--out {out} exists; give another file, or --overwrite to replace it.")
-    writable_folder(path.parent)
+    writable_folder(path.parent, path)
     return path
 
 

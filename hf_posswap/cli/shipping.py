@@ -178,6 +178,8 @@ def _show_serving(served: Serving) -> None:
     show_indented(f"{served.target}: {served.verdict} ({served.engine})", 2)
     if not served.command or served.converted:
         show_indented(served.why, 4)
+    if served.caveat:
+        show_indented(served.caveat, 4)
     if served.target == "transformers":  # Python, not a shell's command
         show_indented(served.command, 4)
     elif served.command:

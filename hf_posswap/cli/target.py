@@ -49,19 +49,26 @@ def checked_file(out: Path, option: str = "--out") -> Path:
     path = expand_home(out).absolute()
     if path.is_dir():
         raise CheckpointError(f"{option} {out} is a folder; give a file.")
-    writable_folder(path.parent)
+    writable_folder(path.parent, path)
     return path
 
 
-def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+_ALONE = "--no-tokenizer saves the model alone"
+
+
+def load_tokenizer(
+    source: str, *, instead: str = _ALONE, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a folder or Hub id; None for a folder without one.
 
     Args:
         source: the folder or Hub id.
+        instead: what the command offers where a tokenizer cannot be read.
         trust_remote_code: run the tokenizer's own code, if it has any.
 
     Raises:
-        CheckpointError: the tokenizer cannot be read, or (RemoteCodeError) needs code without `trust_remote_code`.
+        CheckpointError: there is no such model, the tokenizer cannot be read, or (RemoteCodeError) needs code without
+            `trust_remote_code`.
     """
     folder = Path(checkpoint_of(source))
     if folder.is_dir() and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
@@ -71,9 +78,11 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
     except PosswapError:
         raise
     except Exception as error:  # a tokenizer's own code may raise anything
-        raise CheckpointError(
-            f"the tokenizer of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"
-        ) from error
+        if not folder.exists():
+            from hf_posswap.patching.inspect.describe import read_config
+
+            read_config(source, trust_remote_code=trust_remote_code)  # without one, that is the larger problem
+        raise CheckpointError(f"the tokenizer of {source!r} cannot be read; {instead}: {error}") from error
 
 
 def load_processor(source: str, *, trust_remote_code: bool = False) -> ProcessorMixin | PreTrainedTokenizerBase | None:
@@ -90,6 +99,4 @@ def load_processor(source: str, *, trust_remote_code: bool = False) -> Processor
     except PosswapError:
         raise
     except Exception as error:  # a processor's own code may raise anything
-        raise CheckpointError(
-            f"the processor of {source!r} cannot be read; --no-tokenizer saves the model alone: {error}"
-        ) from error
+        raise CheckpointError(f"the processor of {source!r} cannot be read; {_ALONE}: {error}") from error

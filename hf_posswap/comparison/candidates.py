@@ -30,6 +30,7 @@ from hf_posswap.evaluation.cost import choose_prefill
 from hf_posswap.evaluation.scoring import Reach, Scorer, reach_of
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.apply.version_guard import package_digest
+from hf_posswap.patching.inspect.describe import read_config
 from hf_posswap.patching.plan.plan_swap import SchemeChoice, check_max_length, unwrap
 from hf_posswap.patching.plan.swap_plan import SwapPlan
 from hf_posswap.schemes.base import make_scheme, names_one_scheme
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_ONE = "give one by --tokenizer, or by tokenizer in Python"
 _HASH_CHUNK = 1 << 26
 _SAMPLE = (
     "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
@@ -321,15 +323,17 @@ def tokenizer_for(
         try:
             tokenizers[source] = load_tokenizer(source, trust_remote_code=trust_remote_code)
         except PosswapError:  # what a model object was loaded from may be gone
+            if given is None and source in named and not Path(source).exists():
+                read_config(source, trust_remote_code=trust_remote_code)  # without one, that is the larger problem
             if source in named or not named:
                 raise
     if not tokenizers:
-        raise DataError("a model object has no tokenizer: give tokenizer=.")
+        raise DataError(f"a model object has no tokenizer: {_ONE}.")
     (first, tokenizer), *others = tokenizers.items()
     for source, other in others:
         if _content(other) != _content(tokenizer):
             why = "have different tokenizers: their losses per token cannot be compared"
-            raise DataError(f"{first} and {source} {why}. If they cut your texts alike, give one as tokenizer=.")
+            raise DataError(f"{first} and {source} {why}. If they cut your texts alike, {_ONE}.")
     return tokenizer
 
 

@@ -99,7 +99,10 @@ class EvalSettings:
         if not self.depths or not all(_is_number(depth) and 0 <= depth <= 1 for depth in self.depths):
             raise OptionError(f"depths lie between 0 and 1, got {brief_repr(list(self.depths))}.")
         if "longppl" in (self.metrics or ()) and self.key_spans is None:
-            raise OptionError("longppl needs key_spans, a file that find_key_spans(...).save(path) wrote.")
+            raise OptionError(
+                "longppl needs key_spans, a file that posswap key-spans wrote, or find_key_spans(...).save(path) in "
+                "Python: give it by --key-spans, or by key_spans in Python."
+            )
 
     def metrics_for(self, causal: bool) -> tuple[str, ...]:
         """Return the metrics to measure; the default depends on whether the model is causal."""

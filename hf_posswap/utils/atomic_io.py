@@ -17,6 +17,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -47,6 +48,7 @@ _MOUNTED = (
     "choose a new folder or file."
 )
 _SAID_BY_WRITERS = ("os error", "inline_container", "PytorchStreamWriter")  # safetensors; torch.save, twice
+_SAID_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors
 _TRIES = 100
 
 
@@ -90,11 +92,7 @@ def replacing(path: Path, *, tidy: bool = True) -> Iterator[Path]:
     except Exception as error:
         if not isinstance(error, OSError) and not any(phrase in str(error) for phrase in _SAID_BY_WRITERS):
             raise  # it is not about writing
-        reason = _reason(error, path.parent)
-        advice = (
-            _MOUNTED if getattr(error, "errno", None) in _OTHER_MOUNT else "Free some space or choose another folder."
-        )
-        raise CheckpointError(f"cannot write {shown(path)}: {reason}. {advice}") from error
+        raise CheckpointError(f"cannot write {shown(path)}: {_reason_and_advice(error, path.parent)}") from error
 
 
 @contextmanager
@@ -254,19 +252,33 @@ def object_or_empty(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _reason(error: BaseException, path: Path) -> str:
-    """Return why `path` cannot be written: what stands in the place of a folder, else what the system says."""
+def _reason_and_advice(error: BaseException, path: Path) -> str:
+    """Return why nothing can be written in `path` and what to do: space helps only where there is too little."""
+    said = _SAID_NUMBER.search(str(error))
+    number = int(said[1]) if said else getattr(error, "errno", None)
+    if number in _OTHER_MOUNT:
+        advice = _MOUNTED
+    elif number == errno.EFBIG:
+        advice = "Free some space, raise the limit on the size of files (ulimit -f), or choose another folder."
+    elif number in (None, errno.ENOSPC, errno.EDQUOT):  # torch.save names no number
+        advice = "Free some space or choose another folder."
+    else:
+        advice = "Choose another folder."
     if isinstance(error, FileExistsError | NotADirectoryError):
         there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
         if not there.is_dir():
-            return f"{shown(there)} is not a folder"
-    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            return f"{shown(there)} is not a folder. {advice}"
+    return f"{getattr(error, 'strerror', None) or str(error).partition(chr(10))[0]}. {advice}"
 
 
-def writable_folder(path: Path) -> Path:
+def writable_folder(path: Path, file: Path | None = None) -> Path:
     """Make the folder `path` where it is missing, prove by a small file that it can be written, and return it.
 
     What killed processes of this package left in it is removed; what lies deeper is left to whoever writes there.
+
+    Args:
+        path: the folder.
+        file: the file to be written there, which an error names where the folder itself is not to blame.
 
     Raises:
         CheckpointError: it is not a folder, or cannot be made or written.
@@ -277,9 +289,9 @@ def writable_folder(path: Path) -> Path:
         with staging_folder(path) as staging:
             (staging / "probe").write_bytes(bytes(4096))
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write to the folder {shown(path)}: {_reason(error, path)}. Choose another."
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        place = f"to the folder {shown(path)}" if file is None or not is_full else shown(file)
+        raise CheckpointError(f"cannot write {place}: {_reason_and_advice(error, path)}") from error
     return path
 
 
@@ -363,12 +375,12 @@ def staging_folder(parent: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # what cannot go back stays where `settle` finds it
             _put_back(folder)
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             lock.release(force=True)
         with suppress(OSError):  # where a file that is open cannot be removed, the lock is left
             if folder.is_dir() and not any((folder / OLD).glob("*")):
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(parent: Path, *, own: bool = False) -> None:
@@ -386,7 +398,7 @@ def sweep(parent: Path, *, own: bool = False) -> None:
         with _taken_over(folder) as dead, suppress(OSError):
             if dead:
                 _put_back(folder)
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_back(path: Path) -> None:
@@ -465,7 +477,3 @@ def _put_back(folder: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer has taken the place meanwhile
                 raise
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

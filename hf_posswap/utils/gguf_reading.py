@@ -97,6 +97,32 @@ def write_folder(path: Path, reader: GGUFReader, folder: Path) -> list[str]:
         CheckpointError: the file is damaged, or holds what transformers cannot express or would read wrongly.
     """
     try:
+        with PROCESS, quiet_logger("transformers", logging.ERROR):  # it changes the default dtype of the process
+            config = read_header(path, reader)
+            model = _model(path, config, {tensor.name: tensor for tensor in reader.tensors})
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        if len(known := list(dict.fromkeys(int(end) for end in ends if end is not None))) > 1:
+            model.generation_config.eos_token_id = known  # llama.cpp stops at each
+        model.save_pretrained(folder)
+        (folder / CARD).write_text(_card(path, fields), encoding="utf-8")
+        return write_tokenizer(path, folder, fields, config)
+    except PosswapError:
+        raise
+    except Exception as error:  # a key of another type than it should have fails anywhere
+        raise CheckpointError(
+            f"{shown(path)} cannot be converted: {said_by(error)}. Its keys or tensors are not what their names say. "
+            "Get the file again from its source."
+        ) from error
+
+
+def read_header(path: Path, reader: GGUFReader) -> PreTrainedConfig:
+    """Return the config of the model that the GGUF file `path` holds; `reader` is what `read_gguf` returns of it.
+
+    Raises:
+        CheckpointError: as `write_folder`, for what the keys and the names of the tensors show.
+    """
+    try:
         fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         architecture = fields.get("general.architecture")
@@ -113,17 +139,15 @@ def write_folder(path: Path, reader: GGUFReader, folder: Path) -> list[str]:
                 f"{', '.join(ARCHITECTURES)}: of others it is not proved that transformers reads them rightly. Take "
                 "the checkpoint that the file was made from."
             )
-        _refuse_missing_layers(path, fields.get(f"{architecture}.block_count"), tensors)
-        # it changes the default dtype of the process meanwhile
+        layers = fields.get(f"{architecture}.block_count")
+        layers_in_file = len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
+        if layers != layers_in_file:  # before a config or a model of it is built
+            raise CheckpointError(
+                f"{shown(path)} says {brief_repr(layers, 80)} layers (block_count), and has tensors of "
+                f"{layers_in_file}: it is damaged. Get the file again from its source."
+            )
         with PROCESS, quiet_logger("transformers", logging.ERROR):
-            config = _config(path, architecture, fields, tensors)
-            model = _model(path, config, tensors)
-        ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        if len(known := list(dict.fromkeys(int(end) for end in ends if end is not None))) > 1:
-            model.generation_config.eos_token_id = known  # llama.cpp stops at each
-        model.save_pretrained(folder)
-        (folder / CARD).write_text(_card(path, fields), encoding="utf-8")
-        return write_tokenizer(path, folder, fields, config)
+            return _config(path, architecture, fields, tensors)
     except PosswapError:
         raise
     except Exception as error:  # a key of another type than it should have fails anywhere
@@ -131,16 +155,6 @@ def write_folder(path: Path, reader: GGUFReader, folder: Path) -> list[str]:
             f"{shown(path)} cannot be converted: {said_by(error)}. Its keys or tensors are not what their names say. "
             "Get the file again from its source."
         ) from error
-
-
-def _refuse_missing_layers(path: Path, layers: object, tensors: dict[str, ReaderTensor]) -> None:
-    """Refuse a number of layers that is not that of the tensors, before a config or a model of it is built."""
-    layers_in_file = len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
-    if layers != layers_in_file:
-        raise CheckpointError(
-            f"{shown(path)} says {brief_repr(layers, 80)} layers (block_count), and has tensors of {layers_in_file}: "
-            "it is damaged. Get the file again from its source."
-        )
 
 
 def _card(path: Path, fields: dict[str, object]) -> str:

@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -66,7 +67,7 @@ def checkpoint_of(source: str | Path, gguf_file: str | None = None, **hub: objec
             several, or holds what transformers would read wrongly.
         MissingDependencyError: the extra `gguf` is not installed.
     """
-    path = _file_of(source, gguf_file, hub)
+    path = gguf_file_of(source, gguf_file, hub)
     return source if path is None else _converted(path)
 
 
@@ -107,8 +108,15 @@ def is_gguf(path: Path) -> bool:
     return os.path.isfile(path) and (path.suffix.lower() == SUFFIX or _begins(path) == MAGIC)
 
 
-def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, object]) -> Path | None:
-    """Return the GGUF file that is meant; None: `source` is none and has none."""
+def gguf_file_of(
+    source: str | Path, gguf_file: str | None = None, hub: Mapping[str, object] | None = None
+) -> Path | None:
+    """Return the GGUF file that is meant, which a Hub id names or a folder holds; None: `source` is none and has none.
+
+    Raises:
+        CheckpointError, MissingDependencyError: as `checkpoint_of`.
+    """
+    hub = hub or {}
     path = Path(source)
     if gguf_file is not None:
         gguf_path(str(source), gguf_file)  # raises
@@ -127,7 +135,7 @@ def _file_of(source: str | Path, gguf_file: str | None, hub: dict[str, object]) 
     return _named_file(on_hub["repository"], on_hub["file"], hub)
 
 
-def _named_file(source: str | Path, name: str, hub: dict[str, object]) -> Path:
+def _named_file(source: str | Path, name: str, hub: Mapping[str, object]) -> Path:
     folder = Path(source)
     if os.path.isdir(folder):
         path = folder / name

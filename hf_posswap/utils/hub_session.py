@@ -13,6 +13,7 @@ import contextvars
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -24,11 +25,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache, wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.utils.format import said_by
 from hf_posswap.utils.threads import once
 
 LARGEST = 32 << 20
@@ -433,6 +436,27 @@ def hub_session(timeout: float | None = None) -> Iterator[HubSession]:
             _open.remove(session)
             if not _open:
                 client.__dict__.pop("send", None)
+
+
+def why_not_found(source: object, error: BaseException | None = None) -> str:
+    """Return why nothing was read of a folder or Hub id: there is no such folder, and what the Hub said, if asked.
+
+    Args:
+        source: as the user named it.
+        error: what reading it raised.
+    """
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    said = "" if error is None else said_by(error)
+    if Path(str(source)).exists():
+        return said
+    if not HF_HUB_OFFLINE or not (error is None or "couldn't connect" in said):
+        return f"there is no such folder here, and the Hub gave none. {said}".rstrip()
+    name = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
+    return (
+        f"there is no such folder here, and the Hub was not asked, because {name} is set. Correct the name, or unset "
+        f"{name} to ask the Hub."
+    )
 
 
 def hub_reading(function: Reader) -> Reader:

@@ -6,6 +6,7 @@ import ast
 import copy
 import json
 import math
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -380,6 +381,26 @@ def test_a_tokenizer_that_llamacpp_would_not_have_is_refused(case: str, tmp_path
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         export(folder, "llamacpp", tmp_path / "m.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("case", ["drops", "whole words", "another file"])
+def test_a_vocabulary_that_cannot_be_exported_is_told_with_the_verdict(case: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "x", "llama", None)
+    plain = export(folder, "llamacpp")
+    assert (plain.verdict, plain.notes) == ("exact", {})
+    name, content, message = TOKENIZERS[case]
+    (folder / name).write_text(content)
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()  # which are not read
+    found = export(folder, "llamacpp")
+    convert = f"python convert_hf_to_gguf.py {folder} --vocab-only --outfile vocab.gguf && "
+    assert found.verdict == "exact"
+    assert found.notes["vocabulary"].startswith("the verdict is of the positions; the vocabulary cannot be exported: ")
+    assert re.search(message, found.notes["vocabulary"])
+    assert found.command == convert + plain.command.replace("-o model.gguf", "-o model.gguf --vocab vocab.gguf")
+    (served,) = [each for each in doctor(folder).serving if each.target == "llamacpp"]
+    assert (served.caveat, served.command) == (found.notes["vocabulary"], found.command)
+    assert served.caveat in str(doctor(folder))
 
 
 def test_added_tokens_are_told_from_others(tmp_path: Path) -> None:

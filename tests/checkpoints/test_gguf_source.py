@@ -14,6 +14,8 @@ import re
 import shlex
 import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -813,7 +815,7 @@ def test_a_file_gets_the_type_that_is_asked_for(option: str, dtype: torch.dtype,
     rounded = expected.model.layers[1].mlp.up_proj.weight.to(dtype).float()
     assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, rounded)
     assert torch.equal(loaded.model.norm.weight, expected.model.norm.weight)
-    with pytest.raises(OptionError, match="dtype is of a .gguf file: give out the name of one"):
+    with pytest.raises(OptionError, match="dtype is of a .gguf file: name one by -o, or by out in Python"):
         export(tmp_path / "saved", "vllm", dtype=option)
 
 
@@ -954,6 +956,27 @@ def test_the_commands_take_a_gguf_file(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     assert gap(hf_posswap.load(path), hf_posswap.load(tmp_path / "again.gguf")) == 0.0
     assert run(app, ["advise", str(path), "--max-length", "64"], catch_exceptions=False).exit_code == 0
+
+
+def test_advice_reads_the_header_of_a_file_alone(tmp_path: Path, cache: Path) -> None:
+    path, _ = written(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-64:] = b"\xff" * 64  # weights that are no numbers
+    path.write_bytes(content)
+    found = hf_posswap.advise(path, 128, budget=1e7)
+    assert not cache.exists()
+    same = hf_posswap.advise(tmp_path / "saved", 128, budget=1e7)
+    assert (found.model, found.parameters, found.windows) == (same.model, same.parameters, same.windows)
+    assert [option.title for option in (found.use, *found.others)] == [o.title for o in (same.use, *same.others)]
+    assert any(str(path) in command for command in found.use.commands)
+
+
+def test_no_bar_is_drawn_where_no_terminal_is(tmp_path: Path) -> None:
+    path, _ = written(tmp_path)
+    command = [sys.executable, "-m", "hf_posswap", "explain", str(path), "yarn:factor=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "it/s" not in done.stderr, done.stderr
+    assert "%|" not in done.stderr, done.stderr
 
 
 def test_doctor_and_check_name_the_file_that_was_given(tmp_path: Path) -> None:

@@ -83,3 +83,12 @@ def test_what_is_wrong_is_one_line(
 def test_a_folder_that_is_not_there_is_a_matter_of_files(posswap: Posswap) -> None:
     run = posswap("advise", "./nowhere", "--length", "128")
     assert run.returncode == 4
+
+
+def test_a_misspelt_class_is_told_the_near_ones() -> None:
+    run = advise("LamaForCausalLM", "--max-length", "4096")
+    assert run.exit_code == 4
+    assert "has no class of that name. Did you mean LlamaForCausalLM" in run.stderr
+    assert "huggingface" not in run.stderr
+    run = advise("Nothing", "--max-length", "4096")
+    assert "the Hub was not asked, because HF_HUB_OFFLINE is set. Correct the name" in run.stderr

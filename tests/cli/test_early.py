@@ -58,6 +58,15 @@ LENGTH = "max_length must be a whole number of tokens >= 1, got 0."
         (["to-native", ABSENT, "-o", "TEXT"], "is a file; give a folder"),
         (["export", ".", "--target", "vllm", "-o", "FOLDER"], "is not empty: give a new folder"),
         (["patch", ABSENT, "rope", "-o", "BELOW"], "text.txt is not a folder. Choose another"),
+        (
+            ["eval", ABSENT, "--metrics", "longppl", "--text", "TEXT"],
+            "a file that posswap key-spans wrote, or find",
+        ),
+        (["eval", ABSENT, "--metrics", "longppl", "--text", "TEXT"], "give it by --key-spans, or by key_spans in Py"),
+        (
+            ["export", ".", "--target", "llamacpp", "--dtype", "f16"],
+            ".gguf file: name one by -o, or by out in Python",
+        ),
         (["compare", "first", "first"], r"unique names, got ['first', 'first']: name each of them, NAME=MODEL on the"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, list) else "",
@@ -104,9 +113,26 @@ def test_links_that_lead_to_one_another_are_one_line(tmp_path: Path, arguments: 
     assert message in " ".join(done.stderr.split()), done.stderr
 
 
-def test_a_model_that_is_not_there_has_no_smaller_problem(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["to-native", ABSENT, "-o", str(tmp_path / "new")])
-    assert "holds no readable model config" in done.stderr
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["to-native", "nosuch", "-o", "OUT"],
+        ["eval", "nosuch", "--text", "python"],
+        ["eval", "MODEL", "--baseline", "nosuch", "--text", "python"],
+        ["compare", "nosuch", "+yarn", "--text", "python"],
+        ["compare", "MODEL", "nosuch", "--text", "python"],
+        ["search", "nosuch", "--text", "TEXT", "--factor", "2", "-o", "OUT.json"],
+    ],
+    ids=" ".join,
+)
+def test_a_model_that_is_not_there_has_no_smaller_problem(tmp_path: Path, bert: Path, arguments: list[str]) -> None:
+    (tmp_path / "text.txt").write_text("words")
+    places = {"MODEL": bert, "TEXT": tmp_path / "text.txt", "OUT": tmp_path / "new", "OUT.json": tmp_path / "a.json"}
+    done = CliRunner().invoke(app, [str(places.get(word, word)) for word in arguments])
+    assert done.exit_code == 4
+    assert "'nosuch' holds no readable model config (config.json): there is no such folder here" in done.stderr
+    assert "the Hub was not asked, because HF_HUB_OFFLINE is set." in done.stderr
+    assert "tokenizer" not in done.stderr
 
 
 NOWHERE = "~no-such-user/x"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,11 @@ def test_a_model_without_words_and_a_text_that_is_none(llama: Path, reader: Path
     (tmp_path / "a.txt").write_text("text")
     result = run("search", llama, tmp_path / "a.txt", "--factor", "2", "-o", tmp_path / "s.json")
     assert (result.exit_code, "holds no tokenizer to read texts with" in result.stderr) == (4, True)
+    shutil.copytree(reader, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{broken")
+    result = run("search", tmp_path / "broken", tmp_path / "a.txt", "--factor", "2", "-o", tmp_path / "s.json")
+    assert (result.exit_code, "cannot be read; save one in the model's folder: " in result.stderr) == (4, True)
+    assert "--no-tokenizer" not in result.stderr  # which posswap search does not have
 
 
 def test_texts_are_given_as_posswap_eval_takes_them(reader: Path, texts: list[Path], tmp_path: Path) -> None:

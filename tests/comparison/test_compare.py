@@ -563,7 +563,7 @@ def test_a_shell_shares_weights_and_is_patched_alone() -> None:
     [
         ([], {}, OptionError, r"models with unique names, got \[\]"),
         ([gpt2, gpt2], {}, OptionError, r"got \['GPT2LMHeadModel', 'GPT2LMHeadModel'\]: name each .*Candidate\(name"),
-        ([gpt2], {"tokenizer": None}, DataError, "a model object has no tokenizer: give tokenizer="),
+        ([gpt2], {"tokenizer": None}, DataError, "a model object has no tokenizer: give one by"),
         ([gpt2], {"settings": EvalSettings(lengths=(64, 512))}, PositionRangeError, r"no model can run \[512\] tokens"),
         ([gpt2], {"documents": []}, DataError, "0 texts: there is no document to measure on"),
         ([gpt2], {"documents": ["short"] * 9}, DataError, "0 of 9 held-out documents have 128 tokens"),
@@ -609,7 +609,7 @@ def test_models_of_different_tokenizers_are_refused_however_they_are_given(tmp_p
     added = copy.deepcopy(TOKENIZER)
     added.add_tokens(["import torch"])  # which is not in the sample text
     hf_posswap.save(gpt2(2), tmp_path / "added", tokenizer=added)
-    with pytest.raises(DataError, match="give one as tokenizer="):
+    with pytest.raises(DataError, match="give one by --tokenizer, or by tokenizer in Python"):
         compare([folders[0], str(tmp_path / "added")], **arguments)
     truncating = copy.deepcopy(TOKENIZER)
     truncating("a", truncation=True, max_length=7)  # a state of the backend, and no other ids

@@ -68,7 +68,7 @@ def test_parents_are_made_and_other_errors_pass_through(tmp_path: Path) -> None:
 
 def test_a_place_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot write .*file.x: .*file is not a folder.*choose another folder"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*file.x: .*file is not a folder. Choose another folder"):
         write_text(tmp_path / "file" / "x", "text")
     with pytest.raises(CheckpointError, match=r"cannot write to the folder .*file is not a folder. Choose another"):
         writable_folder(tmp_path / "file")
@@ -109,6 +109,29 @@ sys.exit(4)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 10_000  # the limit was the child's alone
+
+
+def test_space_is_advised_only_where_there_is_too_little(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o555)
+    code = f"""
+import os
+from pathlib import Path
+from hf_posswap.utils.atomic_io import CheckpointError, writable_folder, write_text
+if os.geteuid() == 0:
+    os.seteuid(65534)  # root may write anywhere
+for act in (lambda path: write_text(path / "a", "text"), writable_folder):
+    try:
+        act(Path({str(tmp_path)!r}) / "closed")
+    except CheckpointError as error:
+        print(error)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    closed = tmp_path / "closed"
+    assert done.stdout.splitlines() == [
+        f"cannot write {closed / 'a'}: Permission denied. Choose another folder.",
+        f"cannot write to the folder {closed}: Permission denied. Choose another folder.",
+    ]
 
 
 KILLED = """
@@ -300,7 +323,7 @@ def test_any_name_that_the_file_system_takes_is_written(tmp_path: Path, length: 
 @pytest.mark.parametrize("length", [256, 5000])
 def test_a_name_that_is_too_long_is_one_clear_error(tmp_path: Path, length: int) -> None:
     path = tmp_path / ("a" * length)
-    with pytest.raises(CheckpointError, match=r"cannot write .*aaa.*: File name too long.*choose another folder"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*aaa.*: File name too long. Choose another folder"):
         write_text(path, "text")
     with pytest.raises(CheckpointError, match="cannot write to the folder .*File name too long. Choose another"):
         writable_folder(path)

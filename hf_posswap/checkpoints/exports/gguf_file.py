@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -282,16 +283,10 @@ def add_vocabulary(writer: GGUFWriter, source: Path, size: int, vocab: Path | No
         return _copy_vocabulary(writer, vocab, size)
     name = os.fsencode(source.resolve().name).decode(errors="replace")  # its bytes, in any locale
     writer.add_name(_PHI_3.sub("Phi 3", name))
-    path = source / "tokenizer.json"
-    other = next((name for name in _OTHERS if (source / name).exists()), None)
-    if not path.exists() and other is not None:
-        raise UnsupportedModelError(
-            f"{source} has its tokenizer in {other} and not in tokenizer.json. {_vocab_advice(source)}"
-        )
-    if not path.exists():
+    tokenizer = _read_tokenizer(source)
+    if tokenizer is None:
         writer.add_tokenizer_model("none")
         return "none: the checkpoint has no tokenizer.json, so llama.cpp takes token numbers alone"
-    tokenizer = _read_tokenizer(path)
     chosen = _pre_tokenizer_of(tokenizer, source)
     _add_byte_level(writer, tokenizer, chosen, source, size)
     normalizer = " (llama.cpp does not compose letters, NFC, as this tokenizer does)" if _composes(tokenizer) else ""
@@ -315,7 +310,39 @@ def _vocab_advice(source: Path) -> str:
     )
 
 
-def _read_tokenizer(path: Path) -> dict[str, object]:
+def vocabulary_caveat(source: str, command: str) -> tuple[str, str]:
+    """Return why the vocabulary of the checkpoint `source` cannot be written, and the command that helps.
+
+    That is "" and `command` itself where it can be written, is unknown, or `command` does not write it. No weights are
+    read.
+    """
+    folder = Path(source)
+    if not folder.is_dir() or not command.startswith("posswap export "):
+        return "", command
+    try:
+        tokenizer = _read_tokenizer(folder)
+        if tokenizer is not None:
+            _pre_tokenizer_of(tokenizer, folder)
+    except (CheckpointError, UnsupportedModelError) as error:
+        first = f"python convert_hf_to_gguf.py {shlex.quote(source)} --vocab-only --outfile vocab.gguf"
+        with_vocabulary = command.replace(" -o model.gguf", " -o model.gguf --vocab vocab.gguf")
+        return (
+            f"the verdict is of the positions; the vocabulary cannot be exported: {error}",
+            f"{first} && {with_vocabulary}",
+        )
+    return "", command
+
+
+def _read_tokenizer(source: Path) -> dict[str, object] | None:
+    """Return what the tokenizer.json of a checkpoint holds; None where it has no tokenizer."""
+    path = source / "tokenizer.json"
+    other = next((name for name in _OTHERS if (source / name).exists()), None)
+    if not path.exists():
+        if other is None:
+            return None
+        raise UnsupportedModelError(
+            f"{source} has its tokenizer in {other} and not in tokenizer.json. {_vocab_advice(source)}"
+        )
     try:
         tokenizer = read_bounded_json(path)
         json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")  # half of a pair of escapes is no text

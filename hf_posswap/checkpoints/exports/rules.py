@@ -174,10 +174,6 @@ def spell_rope(parameters: Any, position_config: PositionConfig, judgement: Judg
     return parameters | {position_config.rope_set: rope} if position_config.rope_set else rope
 
 
-def _unchanged(position_config: PositionConfig) -> Spelling:
-    return Spelling()
-
-
 def _vllm(position_config: PositionConfig) -> Spelling:
     match position_config.rope_type:
         case "linear" if position_config.model_type != "gemma3_text":  # of those it takes the length as it is
@@ -229,14 +225,14 @@ def _mscale(position_config: PositionConfig) -> Spelling:
 
 
 TARGETS: dict[str, Callable[[PositionConfig], Spelling]] = {
-    "transformers": _unchanged,
+    "transformers": lambda position_config: Spelling(),
     "vllm": _vllm,
     "sglang": _sglang,
     "llamacpp": _old_spelling,
     "tgi": _old_spelling,
-    "onnx": _unchanged,
-    "torch": _unchanged,
-    "tei": _unchanged,
-    "sentence-transformers": _unchanged,
+    "onnx": lambda position_config: Spelling(),
+    "torch": lambda position_config: Spelling(),
+    "tei": lambda position_config: Spelling(),
+    "sentence-transformers": lambda position_config: Spelling(),
 }
 """The programs that `export` knows, each with its spelling."""

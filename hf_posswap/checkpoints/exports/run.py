@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posswap.checkpoints.exports.gguf_contents import MAKERS, divisors, gguf_metadata, rotated
-from hf_posswap.checkpoints.exports.gguf_file import DTYPES, write_gguf
+from hf_posswap.checkpoints.exports.gguf_file import DTYPES, vocabulary_caveat, write_gguf
 from hf_posswap.checkpoints.exports.graph_file import write_graph
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, Judgement, filled, judge, spell_rope
@@ -50,7 +50,8 @@ class Export(ResultView):
         changes: where it differs from the checkpoint's: name, from what, to what.
         gguf: for llama.cpp, metadata and tensors of divisors by name; {} otherwise.
         folder: where it was written to, a folder or a file; None where nothing was written.
-        notes: of a file, what was written and how it was compared, in words; {} otherwise.
+        notes: of a file, what was written and how it was compared, in words; for llama.cpp without a file, why the
+            vocabulary cannot be exported; {} otherwise.
     """
 
     target: str
@@ -180,6 +181,9 @@ def export(
         command = _OPENED[target].format(file=str(out_path))
     elif is_file:  # the part that serves the file
         command = command.rpartition(" && ")[2].replace("model.gguf", shlex.quote(str(out_path)))
+    elif target == "llamacpp" and out_path is None:
+        caveat, command = vocabulary_caveat(str(source), command)
+        notes = {"vocabulary": caveat} if caveat else notes
     claim, ordered = judgement.claim, dict(sorted(changes.items()))
     return Export(
         target, claim.verdict, judgement.why, claim.source, command, wanted_json, ordered, gguf, out_path, notes
@@ -197,13 +201,13 @@ def _check_options(target: str, out: Path | None, vocab: str | Path | None, dtyp
     if vocab is not None and target != "llamacpp":
         raise OptionError(f"{target} takes {_wanted_out(target)}: a vocabulary is llama.cpp's (llamacpp).")
     if vocab is not None and suffix != FILES["llamacpp"]:
-        raise OptionError(f"a vocabulary goes into a {FILES['llamacpp']} file: give out the name of one.")
+        raise OptionError(f"a vocabulary goes into a {FILES['llamacpp']} file: name one by -o, or by out in Python.")
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype is {', '.join(DTYPES)}, got {dtype!r}.")
     if dtype is not None and suffix != FILES["llamacpp"]:
         raise OptionError(
-            f"dtype is of a {FILES['llamacpp']} file: give out the name of one. Other targets keep the weights as they "
-            "are."
+            f"dtype is of a {FILES['llamacpp']} file: name one by -o, or by out in Python. Other targets keep the "
+            "weights as they are."
         )
 
 

@@ -18,7 +18,7 @@ from hf_posswap.inspection.advice.figures import MOST_TIMES, Literature, figures
 from hf_posswap.inspection.advice.weighing import Option, best_of_others, extrapolated_times, weigh
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.format import with_older_name
-from hf_posswap.utils.gguf_source import checkpoint_of
+from hf_posswap.utils.gguf_source import gguf_file_of
 from hf_posswap.utils.printable import in_lines
 from hf_posswap.utils.result_views import ResultView
 
@@ -279,7 +279,7 @@ def by_config(case: Case, option: Option) -> tuple[str, tuple[str, ...]]:
     """
     if option.scheme is None or option.route != "native":
         return "", ()
-    if Path(case.name).exists() and str(checkpoint_of(case.name)) != case.name:  # a GGUF file
+    if Path(case.name).exists() and gguf_file_of(case.name) is not None:
         return "", ()
     programs: tuple[str, ...] = _TRAINERS if option.recipe else _SERVERS
     if not option.recipe and case.serve is not None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import sys
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,12 +18,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_posswap.checkpoints.exports.mechanism import PositionConfig, position_config_of
 from hf_posswap.checkpoints.exports.rules import TARGETS, judge
 from hf_posswap.checkpoints.native import RUN_PLUGINS, stock_config
-from hf_posswap.errors import AlreadyPatchedError, OptionError, SchemeError, UnknownNameError, UnsupportedModelError
+from hf_posswap.errors import (
+    AlreadyPatchedError,
+    CheckpointError,
+    OptionError,
+    SchemeError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
 from hf_posswap.evaluation.scoring import reach_of
 from hf_posswap.families.locating import locate
 from hf_posswap.patching.apply.patch_model import patch_model
 from hf_posswap.patching.inspect.describe import PositionReport, describe_positions, model_class_of, on_meta
 from hf_posswap.schemes import Scheme
+from hf_posswap.utils.gguf_reading import read_header
+from hf_posswap.utils.gguf_source import gguf_file_of, read_gguf
 from hf_posswap.utils.printable import brief_repr
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.user_paths import expand_home
@@ -31,6 +42,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["learned", "rope", "encoder", "unlimited", "other"]
 _PLACEHOLDER = "MODEL"
+_CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*(Model|Config|For[A-Z][A-Za-z0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -123,8 +135,16 @@ def named_source(model: object) -> tuple[str, object]:
 
     if isinstance(model, str) and "/" not in model and not expand_home(model).is_dir():
         model = getattr(transformers, model, model) if model[:1].isupper() else model
+        if isinstance(model, str) and _CLASS_NAME.fullmatch(model):
+            near = get_close_matches(model, filter(_CLASS_NAME.fullmatch, dir(transformers)), cutoff=0.8)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise CheckpointError(
+                f"{model!r} is no folder here, and transformers {transformers.__version__} has no class of that name."
+                f"{hint} Give a class of transformers, a folder with a config.json, or a Hub id."
+            )
     if isinstance(model, str | Path):
-        return str(model), model
+        file = gguf_file_of(model)
+        return str(model), model if file is None else read_header(file, read_gguf(file))
     if not isinstance(model, type):
         return str(getattr(getattr(model, "config", model), "name_or_path", "") or _PLACEHOLDER), model
     if issubclass(model, transformers.PreTrainedModel):

@@ -44,9 +44,8 @@ from hf_posswap.patching.sites.attention.native import native_scheme
 from hf_posswap.schemes.base import SCHEMES, class_of_text, is_sum, schemes_for
 from hf_posswap.utils import html_tables
 from hf_posswap.utils.auto_classes import auto_config
-from hf_posswap.utils.format import said_by
 from hf_posswap.utils.gguf_source import checkpoint_of
-from hf_posswap.utils.hub_session import hub_reading
+from hf_posswap.utils.hub_session import hub_reading, why_not_found
 from hf_posswap.utils.printable import in_lines, printable
 from hf_posswap.utils.result_views import ResultView
 from hf_posswap.utils.scheme_text import read_fields
@@ -368,9 +367,8 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False, **kwargs
                 f"{str(source)!r} holds an adapter and no model. Merge it, and save the model to another folder: "
                 f"hf_posswap.save(hf_posswap.load({str(source)!r}).merge_and_unload(), FOLDER)."
             ) from error
-        sought = "" if Path(source).exists() else "there is no such folder here, and the Hub gave none. "
         raise CheckpointError(
-            f"{str(source)!r} holds no readable model config (config.json): {sought}{said_by(error)}"
+            f"{str(source)!r} holds no readable model config (config.json): {why_not_found(source, error)}"
         ) from error
 
 
