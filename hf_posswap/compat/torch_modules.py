@@ -156,13 +156,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Without it a forward leaves a dynamic or longrope rotary module with the angles of another length.
     """
     collections = (dict, list, set)  # which may be written into
-    attributes = [
-        (
-            vars(module),
-            {name: (v, v.copy() if isinstance(v, collections) else None) for name, v in vars(module).items()},
+    attributes = []
+    for now in map(vars, model.modules()):
+        attributes.append(
+            (now, {name: (v, v.copy() if isinstance(v, collections) else None) for name, v in now.items()})
         )
-        for module in model.modules()
-    ]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     values = [value for _, before in attributes for _, (value, _) in before.items() if isinstance(value, Tensor)]
     tensors = {id(each): each for each in (*model.buffers(), *values)}

@@ -279,10 +279,9 @@ def saved_bytes(model: PreTrainedModel, length: int, *, autocast: torch.dtype | 
         (True, True)
     """
     device, short = model.device, max(1, min(_LENGTH, length // 2))
-    devices = [device] if device.type == "cuda" else []
-    training = model.training
+    training, gpus = model.training, [device] if device.type == "cuda" else []
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))  # dropout must not change what training draws
+        stack.enter_context(torch.random.fork_rng(devices=gpus))  # dropout must not change what training draws
         if autocast is not None:
             if on_gpu and device.type == "cpu":
                 stack.enter_context(gpu_autocast())
