@@ -155,10 +155,9 @@ def _refuse_quantized(model: PreTrainedModel) -> None:
         for name, weight in model.named_parameters()
         if weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
     }
-    held = {name: value for name, value in model.state_dict().items() if not name.endswith("extra_state")}
-    weights |= {
-        name: value for name, value in held.items() if not isinstance(value, torch.Tensor)
-    }  # torch.ao packs them
+    for name, value in model.state_dict().items():  # torch.ao packs weights into what is no tensor
+        if not isinstance(value, torch.Tensor) and not name.endswith("extra_state"):
+            weights[name] = value
     if weights:
         name, weight = next(iter(weights.items()))
         raise CheckpointError(

@@ -66,8 +66,8 @@ def harness_model_class() -> type[HFLM]:
             **more: Any,
         ) -> None:
             self._requested_length: int | None = more.get("max_length")
-            own = "auto" if isinstance(pretrained, str) else pretrained.device
-            device = resolve_device(more.pop("device", None) or own)
+            default = "auto" if isinstance(pretrained, str) else pretrained.device
+            device = resolve_device(more.pop("device", None) or default)
             revision = more.pop("revision", None)
             hub = {TRUST: trust_remote_code} | ({"revision": revision} if revision else {})
             dtype = more.pop("dtype", "auto")

@@ -48,7 +48,7 @@ _MOUNTED = (
     "choose a new folder or file."
 )
 _SAID_BY_WRITERS = ("os error", "inline_container", "PytorchStreamWriter")  # safetensors; torch.save, twice
-_SAID_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors
+_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors
 _TRIES = 100
 
 
@@ -254,8 +254,8 @@ def object_or_empty(path: Path) -> dict[str, Any]:
 
 def _reason_and_advice(error: BaseException, path: Path) -> str:
     """Return why nothing can be written in `path` and what to do: space helps only where there is too little."""
-    said = _SAID_NUMBER.search(str(error))
-    number = int(said[1]) if said else getattr(error, "errno", None)
+    match = _ERROR_NUMBER.search(str(error))
+    number = int(match[1]) if match else getattr(error, "errno", None)
     if number in _OTHER_MOUNT:
         advice = _MOUNTED
     elif number == errno.EFBIG:
@@ -290,8 +290,8 @@ def writable_folder(path: Path, file: Path | None = None) -> Path:
             (staging / "probe").write_bytes(bytes(4096))
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        place = f"to the folder {shown(path)}" if file is None or not is_full else shown(file)
-        raise CheckpointError(f"cannot write {place}: {_reason_and_advice(error, path)}") from error
+        target = f"to the folder {shown(path)}" if file is None or not is_full else shown(file)
+        raise CheckpointError(f"cannot write {target}: {_reason_and_advice(error, path)}") from error
     return path
 
 

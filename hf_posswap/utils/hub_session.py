@@ -447,11 +447,11 @@ def why_not_found(source: object, error: BaseException | None = None) -> str:
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    said = "" if error is None else said_by(error)
+    reason = "" if error is None else said_by(error)
     if Path(str(source)).exists():
-        return said
-    if not HF_HUB_OFFLINE or not (error is None or "couldn't connect" in said):
-        return f"there is no such folder here, and the Hub gave none. {said}".rstrip()
+        return reason
+    if not HF_HUB_OFFLINE or not (error is None or "couldn't connect" in reason):
+        return f"there is no such folder here, and the Hub gave none. {reason}".rstrip()
     name = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
     return (
         f"there is no such folder here, and the Hub was not asked, because {name} is set. Correct the name, or unset "

@@ -429,16 +429,15 @@ def _add_biased(request: Request, out: Tensor, rest: Sequence[Segment]) -> Tenso
 def _biased(request: Request, segments: Sequence[Segment] | None) -> Tensor:
     span, mechanism = request.span, request.mechanism
     of_queries, of_keys = span.query, span.key
-
     given = dict(mechanism.named_parameters())
 
     def make(rows: slice, queries: slice, keys: slice) -> Tensor:
         positions = _rows(of_queries, rows)[:, queries], _rows(of_keys, rows)[:, keys]
-        if all(own is one for own, one in zip(mechanism.parameters(), given.values(), strict=True)):
+        if all(now is before for now, before in zip(mechanism.parameters(), given.values(), strict=True)):
             return mechanism.bias(*positions)
         holder: Any = nn.Module()  # in the backward of a functional call, whose parameters the module has no more
         holder.mechanism, holder.forward = mechanism, mechanism.bias
-        bias: Tensor = functional_call(holder, {f"mechanism.{name}": one for name, one in given.items()}, positions)
+        bias: Tensor = functional_call(holder, {f"mechanism.{name}": value for name, value in given.items()}, positions)
         return bias
 
     return attend_made(

@@ -223,11 +223,11 @@ class AttentionCall:
         value: Any = self.span.shared_cache.get(key)
         if value is None:
             value = make()
-            held = [value]
-            for each in held if backends.is_learned(self.mechanism) else ():  # the list grows
-                held += each if isinstance(each, tuple | list) else vars(each).values() if is_dataclass(each) else ()
+            nested = [value]
+            for each in nested if backends.is_learned(self.mechanism) else ():  # the list grows
+                nested += each if isinstance(each, tuple | list) else vars(each).values() if is_dataclass(each) else ()
             # values with a gradient are made in each layer: a checkpointed layer must be able to make them again
-            if not any(isinstance(each, Tensor) and each.requires_grad for each in held):
+            if not any(isinstance(each, Tensor) and each.requires_grad for each in nested):
                 self.span.shared_cache[key] = value
         return value
 

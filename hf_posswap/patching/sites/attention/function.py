@@ -13,6 +13,7 @@ the call once more, so that none are held for it either.
 from __future__ import annotations
 
 import copy
+import operator
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -471,9 +472,8 @@ def _with_parameters(mechanism: Mechanism, parameters: list[Tensor], wanted: Seq
     """
     current = list(mechanism.parameters())
     is_same = all(a.data_ptr() == b.data_ptr() for a, b in zip(current, parameters, strict=True))
-    if is_same and not any(
-        is_wanted and not own.requires_grad for own, is_wanted in zip(current, wanted, strict=False)
-    ):
+    is_frozen = [not parameter.requires_grad for parameter in current]
+    if is_same and not any(map(operator.and_, is_frozen, wanted)):
         return mechanism
     other = copy.deepcopy(mechanism)
     for parameter, given in zip(other.parameters(), parameters, strict=True):
