@@ -200,7 +200,7 @@ def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str 
     """Return the recipe, by name or path, and the settings: the first argument is the recipe unless it is a setting.
 
     Raises:
-        ConfigError: no recipe, or two; or a setting is given twice, with different values.
+        ConfigError: no recipe, or two.
     """
     named = arguments[0] if arguments and not _SETTING.match(arguments[0]) else None
     if config is not None and named is not None:
@@ -210,13 +210,7 @@ def _recipe_and_changes(config: Path | None, arguments: list[str]) -> tuple[str 
             "give a recipe first: posswap train yarn, or a file; posswap recipes lists the names, --keys what a recipe "
             "can say."
         )
-    changes = arguments if config is not None else arguments[1:]
-    first: dict[str, str] = {}
-    for setting in changes:
-        key = setting.partition("=")[0].strip()
-        if first.setdefault(key, setting) != setting:
-            raise ConfigError(f"{key} is given twice, as {first[key]!r} and {setting!r}: give one of them.")
-    return (str(named) if config is None else config), changes
+    return (config, arguments) if config is not None else (str(named), arguments[1:])
 
 
 def key_rows() -> Iterator[tuple[str, str]]:

@@ -54,15 +54,6 @@ def test_show_prints_the_recipe_as_it_would_run(tmp_path: Path) -> None:
     assert (shown["model"]["name"], shown["training"]["max_steps"]) == ("any", 70)
 
 
-def test_a_setting_is_given_once() -> None:
-    once = ["train", "yarn", "model.name=any", "data.length=256", "training.max_steps=70"]
-    done = CliRunner().invoke(app, [*once, "data.length=512", "--show"])
-    assert done.exit_code == 2
-    assert "data.length is given twice, as 'data.length=256' and 'data.length=512': give one of them." in done.stderr
-    done = CliRunner().invoke(app, [*once, "data.length=256", "--text", "books/", "--show"])
-    assert json.loads(done.stdout)["data"]["length"] == 256
-
-
 @pytest.mark.slow
 def test_a_training_and_the_same_command_again(tmp_path: Path, posswap: Posswap) -> None:
     recipe(tmp_path)  # writes model and texts
