@@ -11,8 +11,11 @@ from pathlib import Path
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 DOTTED = re.compile(r"\.?(?:\w+\.)*_[A-Za-z]\w*(?:\.\w+)*\.?")
 """A string that is nothing but a dotted name with a private part."""
-OURS = {"_posswap", "_posswap_centred", "_posswap_marked", "_asdict", "_fields", "_make", "_replace", "_current_frames"}
-"""What a swapped model carries; and what Python documents: the methods of named tuples, and the frames of threads."""
+OURS = {
+    *("_posswap", "_posswap_centred", "_posswap_marked"),
+    *("_asdict", "_fields", "_make", "_replace", "_current_frames", "_exit"),
+}
+"""What a swapped model carries; and what Python documents: of named tuples, the frames of threads, os._exit."""
 UNDOCUMENTED = {
     "ALL_ATTENTION_FUNCTIONS", "ROPE_INIT_FUNCTIONS", "__class_validators__", "apply_rotary_emb", "base_layer",
     "create_causal_mask", "eager_attention_forward", "get_mask_sizes", "get_objects", "get_query_offset",
