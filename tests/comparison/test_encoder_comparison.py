@@ -17,8 +17,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertTokenizer,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
     PreTrainedModel,
     RobertaConfig,
     RobertaForMaskedLM,
@@ -103,11 +103,11 @@ def test_the_metrics_of_an_encoder_are_chosen_for_it() -> None:
 
 def test_a_rotary_base_reads_what_its_window_holds_too() -> None:
     """It runs beyond its window, on which its vectors are no reference."""
-    config = ModernBertConfig(
+    config = EuroBertConfig(
         vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0, cls_token_id=2, sep_token_id=3,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3, mask_token_id=4,
     )  # fmt: skip
-    model = ModernBertForMaskedLM(config).eval()
+    model = EuroBertForMaskedLM(config).eval()
     settings = EvalSettings(lengths=(32, 128), metrics=("vectors",))
     run = evaluate(model, "ntk:factor=4", documents=TEXTS, tokenizer=TOKENIZER, settings=settings)
     rows = list(run.results["models"].values())[1]["vectors"]
