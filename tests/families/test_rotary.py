@@ -217,7 +217,13 @@ SEES: dict[str, Any] = {
     "text_config": {
         **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64},
-        **{"layer_types": ["full_attention"] * 2, "initializer_range": 0.1},
+        **{"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.1},
+        **{
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
         | {"mrope_section": [2, 3, 3], "mrope_interleaved": True},
     },
