@@ -115,10 +115,10 @@ def _advice(error: Exception) -> str | None:
         return "Nothing was committed: correct that and push again."
     if isinstance(cause, _UNREADABLE):
         return "Nothing was committed: push again, and check what stands between here and the Hub."
-    return _local_advice(error)
+    return _connection_advice(error)
 
 
-def _local_advice(error: BaseException) -> str | None:
+def _connection_advice(error: BaseException) -> str | None:
     """Return what to do about the connection or this machine, or None: `error` is about neither.
 
     It goes by the types of `error` and its causes. The compiled hf_xet raises RuntimeError for what fails on the wire:

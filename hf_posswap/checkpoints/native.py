@@ -367,6 +367,6 @@ def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Ten
     mask, outputs = inputs["attention_mask"].bool(), {}
     for name, value in model(**given, return_dict=True).items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            by_token = value.dim() == 3 and value.shape[:2] == mask.shape or name in _OF_TOKENS
+            by_token = (value.dim() == 3 and value.shape[:2] == mask.shape) or name in _OF_TOKENS
             outputs[name] = (value.cpu()[mask] if by_token else value.cpu()).float()
     return outputs

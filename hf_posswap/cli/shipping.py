@@ -407,7 +407,7 @@ def push(
         str | None, typer.Option(metavar="BRANCH", help="Commit to this branch instead of main.", show_default=False)
     ] = None,
     commit_message: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of the commit.", show_default=False)
+        str | None, typer.Option(metavar="TEXT", help="Message of the commit.", show_default=False)
     ] = None,
     timeout: Annotated[
         float | None,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_ONE = "give one by --tokenizer, or by tokenizer in Python"
+_TOKENIZER_ADVICE = "give one by --tokenizer, or by tokenizer in Python"
 _HASH_CHUNK = 1 << 26
 _SAMPLE = (
     "The quick brown fox, aged 10.5 years, said: 'naïve café'.\n\tdef f(x): return [x ** 2, {1: \"two\"}]  # ok\n"
@@ -236,7 +236,8 @@ def make_subject(name: str, model: PreTrainedModel, longest: int) -> Subject:
     """
     from transformers import __version__ as transformers_version
 
-    reach = reach_of(target := unwrap(model))
+    target = unwrap(model)
+    reach = reach_of(target)
     most = longest if reach.limit is None else min(longest, reach.limit)
     prefill = choose_prefill(target, most, reach)
     scoring = Scorer(target, prefill=prefill) if reach.causal else None
@@ -328,12 +329,12 @@ def tokenizer_for(
             if source in named or not named:
                 raise
     if not tokenizers:
-        raise DataError(f"a model object has no tokenizer: {_ONE}.")
+        raise DataError(f"a model object has no tokenizer: {_TOKENIZER_ADVICE}.")
     (first, tokenizer), *others = tokenizers.items()
     for source, other in others:
         if _content(other) != _content(tokenizer):
             why = "have different tokenizers: their losses per token cannot be compared"
-            raise DataError(f"{first} and {source} {why}. If they cut your texts alike, {_ONE}.")
+            raise DataError(f"{first} and {source} {why}. If they cut your texts alike, {_TOKENIZER_ADVICE}.")
     return tokenizer
 
 

@@ -212,7 +212,7 @@ def collect_results(
     if (copies := count - len({*base.documents.digests})) > 0:
         notes.append(
             f"{copies} of {count} documents equal another one as far as they are read: they are not independent, so "
-            "intervals are too narrow and verdicts too sure. Leave copies, and a beginning that all share, out."
+            "intervals are too narrow and verdicts too sure. Leave out copies, and a beginning that all share."
         )
     if others:
         notes.append(f"Windows differ ({', '.join(others)}): here they are those of {reader.name}, {window} tokens.")

@@ -1,4 +1,4 @@
-"""Devices and dtypes as callers give them, and what decides how is computed: device, mixed precision, eval mode.
+"""Devices and dtypes as callers give them, and what decides how a model computes: device, mixed precision, eval mode.
 
 Where torch's own attention is not asked, `torch.autocast` narrows queries, keys and values in the calls that it knows,
 and rotations widen queries and keys: a model may pass float32 queries with bfloat16 values.

@@ -58,7 +58,7 @@ class Advice(ResultView):
         unknown: what was not measured for any option.
         caution: that the measurements are on much smaller models, or "".
         baseline: what the recommended swap must beat, or "".
-        further: published results about methods that are no options here.
+        further: published results about methods that are not options here.
         by_config: servers or trainers that need no swapped checkpoint for the recommended swap, or "".
     """
 

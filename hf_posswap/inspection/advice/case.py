@@ -139,8 +139,8 @@ def named_source(model: object) -> tuple[str, object]:
             near = get_close_matches(model, filter(_CLASS_NAME.fullmatch, dir(transformers)), cutoff=0.8)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise CheckpointError(
-                f"{model!r} is no folder here, and transformers {transformers.__version__} has no class of that name."
-                f"{hint} Give a class of transformers, a folder with a config.json, or a Hub id."
+                f"{model!r} is not a folder here, and transformers {transformers.__version__} has no class of that "
+                f"name.{hint} Give a class of transformers, a folder with a config.json, or a Hub id."
             )
     if isinstance(model, str | Path):
         file = gguf_file_of(model)

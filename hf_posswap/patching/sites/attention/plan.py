@@ -114,8 +114,8 @@ def _mechanism(context: SwapContext) -> PlanDraft:
         )
     added = {f"{path}.{name}": parameter.numel() for name, parameter in mechanism.named_parameters()}
     has_axes = any(hasattr(context.model.get_submodule(rotary), "mrope_section") for rotary in stack.rotary)
-    sees = has_axes and "pixel_values" in forward_parameters(type(context.model))
-    notes = [_TEXT_ALONE] if sees and mechanism.turns else []
+    takes_images = has_axes and "pixel_values" in forward_parameters(type(context.model))
+    notes = [_TEXT_ALONE] if takes_images and mechanism.turns else []
     return PlanDraft(edits=edits, added=added, notes=notes)
 
 
